@@ -1,0 +1,1 @@
+"""Response formats, one module each."""

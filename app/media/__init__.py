@@ -1,0 +1,1 @@
+"""Bytes -> uint8 frames, exactly as the reference processors have them before normalisation."""

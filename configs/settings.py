@@ -1,0 +1,83 @@
+"""The one schema of `args:` in serve_config.yaml. Unknown keys and impossible combinations are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GraphSettings(_Strict):
+    """Budgets of one graph pool. Sizes are in output tokens (one token is 2x2 patches of 16x16 pixels)."""
+
+    token_budgets: Annotated[tuple[PositiveInt, ...], Field(description="captured budgets; empty: generated")] = ()
+    min_tokens: PositiveInt = 64
+    max_tokens: Annotated[
+        PositiveInt | None, Field(description="largest generated budget; null: 1024 on a CPU, 16384 on a GPU")
+    ] = None
+    max_batch_size: Annotated[PositiveInt, Field(description="items in one replay")] = 8
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.token_budgets and list(self.token_budgets) != sorted(set(self.token_budgets)):
+            raise ValueError("token_budgets must be strictly ascending")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise ValueError(f"max_tokens ({self.max_tokens}) is below min_tokens ({self.min_tokens})")
+        return self
+
+
+class VideoSettings(GraphSettings):
+    t_capture: Annotated[PositiveInt, Field(description="temporal patches a video may have in a graph")] = 8
+
+
+class EagerSettings(_Strict):
+    """The pool without graphs: batches are bounded by tokens so that a long video cannot exhaust memory."""
+
+    max_batch_size: PositiveInt = 4
+    max_batch_tokens: PositiveInt = 16384
+
+
+class Limits(_Strict):
+    """Ceilings. A request over one of them is refused with a 4xx, never clamped."""
+
+    max_body_bytes: PositiveInt = 64 * 1024 * 1024
+    max_pixels: Annotated[PositiveInt, Field(description="pixels of one source picture, read from its header")] = (
+        100_000_000
+    )
+    max_frames: Annotated[PositiveInt, Field(description="frames sampled from one video")] = 768
+    max_seconds: Annotated[PositiveFloat, Field(description="duration of one video")] = 7200.0
+    max_tokens: Annotated[PositiveInt, Field(description="visual tokens of one item")] = 16384
+    max_items: Annotated[PositiveInt, Field(description="items of one request")] = 64
+    decode_timeout_s: Annotated[PositiveFloat, Field(description="decode time of one item")] = 30.0
+    deadline_s: Annotated[PositiveFloat, Field(description="time a request may take in all")] = 120.0
+
+
+class FetchSettings(_Strict):
+    """URLs in `image_url` and `video_url`. Off by default: only data: URIs are read."""
+
+    enabled: bool = False
+    schemes: tuple[Literal["https", "http"], ...] = ("https",)
+    allow_hosts: Annotated[
+        tuple[str, ...], Field(description='host names, or "*.example.org"; empty: any public host')
+    ] = ()
+    max_bytes: PositiveInt = 64 * 1024 * 1024
+    timeout_s: PositiveFloat = 15.0
+    max_redirects: Annotated[int, Field(ge=0)] = 3
+
+
+class Settings(_Strict):
+    """Arguments of `app.main:build`. Replicas, autoscaling and actor resources stay under `deployments:`."""
+
+    model: Annotated[str, Field(description='"tiny", a Hugging Face id, or a local folder')] = "tiny"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Annotated[str, Field(description='"auto", "cpu", "cuda" or "cuda:N"')] = "auto"
+    image: GraphSettings = GraphSettings()
+    video: VideoSettings = VideoSettings()
+    eager: EagerSettings = EagerSettings()
+    long_video: Annotated[Literal["eager"], Field(description="where videos over t_capture go")] = "eager"
+    limits: Limits = Limits()
+    fetch: FetchSettings = FetchSettings()
