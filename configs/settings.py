@@ -6,12 +6,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+BYTES_PER_TOKEN = 2 * 3 * 32 * 32  # uint8 RGB pixels under one token of a video
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class GraphSettings(_Strict):
+class _Queued(_Strict):
+    """Bounds of one replica's queue; past either of them an item is refused as `overloaded`."""
+
+    max_queued_items: PositiveInt = 256
+    max_queued_bytes: Annotated[PositiveInt, Field(description="bytes of the uint8 frames that wait")] = 512 * 1024**2
+
+
+class GraphSettings(_Queued):
     """Budgets of one graph pool. Sizes are in output tokens (one token is 2x2 patches of 16x16 pixels)."""
 
     token_budgets: Annotated[tuple[PositiveInt, ...], Field(description="captured budgets; empty: generated")] = ()
@@ -27,6 +36,9 @@ class GraphSettings(_Strict):
             raise ValueError("token_budgets must be strictly ascending")
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise ValueError(f"max_tokens ({self.max_tokens}) is below min_tokens ({self.min_tokens})")
+        largest = self.token_budgets[-1] if self.token_budgets else self.max_tokens
+        if largest is not None and largest < self.max_batch_size:
+            raise ValueError(f"max_batch_size ({self.max_batch_size}) is over the largest budget ({largest} tokens)")
         return self
 
 
@@ -34,7 +46,7 @@ class VideoSettings(GraphSettings):
     t_capture: Annotated[PositiveInt, Field(description="temporal patches a video may have in a graph")] = 8
 
 
-class EagerSettings(_Strict):
+class EagerSettings(_Queued):
     """The pool without graphs: batches are bounded by tokens so that a long video cannot exhaust memory."""
 
     max_batch_size: PositiveInt = 4
@@ -74,10 +86,32 @@ class Settings(_Strict):
 
     model: Annotated[str, Field(description='"tiny", a Hugging Face id, or a local folder')] = "tiny"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Annotated[str, Field(description='"auto", "cpu", "cuda" or "cuda:N"')] = "auto"
+    device: Annotated[
+        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description='"auto", "cpu", "cuda", "cuda:N"')
+    ] = "auto"
     image: GraphSettings = GraphSettings()
     video: VideoSettings = VideoSettings()
     eager: EagerSettings = EagerSettings()
     long_video: Annotated[Literal["eager"], Field(description="where videos over t_capture go")] = "eager"
     limits: Limits = Limits()
     fetch: FetchSettings = FetchSettings()
+    decode_threads: Annotated[
+        PositiveInt | None, Field(description="pictures and clips that one ingress decodes at once; null: one a core")
+    ] = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.eager.max_batch_tokens < self.limits.max_tokens:
+            raise ValueError(
+                f"eager.max_batch_tokens ({self.eager.max_batch_tokens}) is below limits.max_tokens "
+                f"({self.limits.max_tokens}): an item that is accepted could not run"
+            )
+        largest_item = self.limits.max_tokens * BYTES_PER_TOKEN
+        for name in ("image", "video", "eager"):
+            room = getattr(self, name).max_queued_bytes
+            if room < largest_item:
+                raise ValueError(
+                    f"{name}.max_queued_bytes ({room}) is below the {largest_item} bytes of one item of "
+                    f"limits.max_tokens ({self.limits.max_tokens})"
+                )
+        return self
