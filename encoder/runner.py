@@ -1,1 +1,225 @@
 """Frames in, embeddings out: what a replica holds. Upload, replay and copy-out of successive batches overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from encoder.checkpoint import load_vision_encoder
+from encoder.defs import DTYPES, Execution, ItemOutput, Modality
+from encoder.manager import EncoderCudaGraphManager
+from encoder.preprocess import check_frames, frames_grid
+from encoder.qwen3_vl import Qwen3VLVisionEncoder
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """frames: uint8 [T, 3, H, W], sides multiples of 32. main_only: only the first out_hidden_size columns.
+    pooling: "mean" gives one row, the mean over the item's tokens taken in float32."""
+
+    frames: np.ndarray
+    main_only: bool = False
+    pooling: Literal["none", "mean"] = "none"
+
+
+@dataclass(frozen=True)
+class EncodeOutput:
+    """embeddings: [rows, columns] float32 or float16, or uint16 that holds bfloat16 bits."""
+
+    embeddings: np.ndarray
+    execution: Execution
+    reason: str | None
+    budget: int | None
+
+
+class PendingBatch:
+    """A batch under way. `result` may be called from another thread than `submit`."""
+
+    def __init__(
+        self,
+        outputs: Sequence[ItemOutput | Exception],
+        rows: Sequence[torch.Tensor | None],
+        span: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+        done: torch.cuda.Event | None,
+        seconds: float,
+    ) -> None:
+        self._outputs, self._rows, self._span, self._done, self._seconds = outputs, rows, span, done, seconds
+
+    def result(self) -> list[EncodeOutput | Exception]:
+        """Blocks until the embeddings are on the host. A bad item is an exception in its own place.
+
+        Raises:
+            RuntimeError: the device failed; every later call will fail too.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+        results: list[EncodeOutput | Exception] = []
+        for output, rows in zip(self._outputs, self._rows, strict=True):
+            if isinstance(output, Exception):
+                results.append(output)
+            else:
+                assert rows is not None
+                results.append(EncodeOutput(_to_numpy(rows), output.execution, output.reason, output.budget))
+        return results
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the device worked on this batch; valid after `result`."""
+        return self._span[0].elapsed_time(self._span[1]) / 1e3 if self._span else self._seconds
+
+
+class EncoderRunner:
+    """One tower on one device. `submit` belongs to one thread; at most `max_in_flight` batches should be pending."""
+
+    def __init__(self, encoder: Qwen3VLVisionEncoder, manager: EncoderCudaGraphManager) -> None:
+        self.encoder, self.manager = encoder, manager
+        self.dtype = str(encoder.dtype).removeprefix("torch.")
+        self.device = str(encoder.device)
+        self.backend = manager.backend
+        self.attention = encoder.attention.name
+        self.width, self.main_width = encoder.config.width, encoder.config.out_hidden_size
+        self._cuda = encoder.device.type == "cuda"
+        self.max_in_flight = 2 if self._cuda else 1
+        if self._cuda:
+            self._upload, self._compute, self._copy_out = (torch.cuda.Stream(encoder.device) for _ in range(3))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        token_budgets: Mapping[str, Sequence[int]],
+        max_batch_size: int,
+        t_capture: int = 8,
+        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+        image_std: Sequence[float] = (0.5, 0.5, 0.5),
+    ) -> EncoderRunner:
+        """Loads the tower and captures its graphs; `token_budgets` {} gives a runner without graphs.
+
+        Raises:
+            CheckpointError, ValueError, MemoryError: see `load_vision_encoder` and `EncoderCudaGraphManager`.
+        """
+        resolved = torch.device(resolve_device(device))
+        encoder = load_vision_encoder(
+            folder,
+            resolved,
+            DTYPES[resolve_dtype(dtype, resolved.type)],
+            t_capture=t_capture,
+            image_mean=image_mean,
+            image_std=image_std,
+        )
+        manager = EncoderCudaGraphManager(encoder, token_budgets, max_batch_size, resolved, encoder.dtype)
+        manager.capture()
+        return cls(encoder, manager)
+
+    @torch.inference_mode()
+    def submit(self, modality: Modality, requests: Sequence[EncodeRequest]) -> PendingBatch:
+        """Starts a batch. On CUDA it returns once everything is enqueued, on a CPU when the batch is done."""
+        faults = [_check(modality, r) for r in requests]
+        good = [i for i, fault in enumerate(faults) if fault is None]
+        outputs: list[ItemOutput | Exception] = [fault or RuntimeError("not run") for fault in faults]
+        started = time.perf_counter()
+        if not self._cuda:
+            return self._submit(modality, requests, good, outputs, None, started)
+        with torch.cuda.stream(self._compute):
+            span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            return self._submit(modality, requests, good, outputs, span, started)
+
+    def _submit(
+        self,
+        modality: Modality,
+        requests: Sequence[EncodeRequest],
+        good: list[int],
+        outputs: list[ItemOutput | Exception],
+        span: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+        started: float,
+    ) -> PendingBatch:
+        rows: list[torch.Tensor | None] = [None] * len(requests)
+        if good:
+            frames = self._to_device([requests[i].frames for i in good])
+            if span:
+                span[0].record(self._compute)
+            results = self.manager.execute_items(
+                {
+                    "pixel_values_videos" if modality == "video" else "pixel_values": frames,
+                    f"{modality}_grid_thw": [frames_grid(requests[i].frames.shape) for i in good],
+                },
+                [self.main_width if requests[i].main_only else self.width for i in good],
+            )
+            for i, result in zip(good, results, strict=True):
+                outputs[i] = result
+                rows[i] = result.embeddings
+                if requests[i].pooling == "mean":
+                    rows[i] = result.embeddings.float().mean(0, keepdim=True).to(result.embeddings.dtype)
+        if span is None:
+            return PendingBatch(outputs, rows, None, None, time.perf_counter() - started)
+        if not good:
+            span[0].record(self._compute)
+        span[1].record(self._compute)
+        done = torch.cuda.Event(blocking=True)
+        self._copy_out.wait_stream(self._compute)
+        with torch.cuda.stream(self._copy_out):
+            for i in good:
+                source = rows[i]
+                assert source is not None
+                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                host.copy_(source, non_blocking=True)
+                source.record_stream(self._copy_out)
+                rows[i] = host
+            done.record(self._copy_out)
+        return PendingBatch(outputs, rows, span, done, 0.0)
+
+    def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        if not self._cuda:
+            return [torch.from_numpy(np.array(a)) for a in arrays]
+        staging = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=True)
+        host, offset = staging.numpy(), 0
+        for array in arrays:
+            host[offset : offset + array.nbytes].reshape(array.shape)[...] = array
+            offset += array.nbytes
+        with torch.cuda.stream(self._upload):
+            flat = staging.to(self.encoder.device, non_blocking=True)
+        self._compute.wait_stream(self._upload)
+        flat.record_stream(self._compute)
+        frames, offset = [], 0
+        for array in arrays:
+            frames.append(flat[offset : offset + array.nbytes].view(array.shape))
+            offset += array.nbytes
+        return frames
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and what is captured; see `EncoderCudaGraphManager.stats`."""
+        return self.manager.stats()
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" becomes "cuda" where there is a GPU, else "cpu"."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def resolve_dtype(dtype: str, device_type: str) -> str:
+    """ "auto" becomes bfloat16 on a GPU and float32 on a CPU."""
+    return ("bfloat16" if device_type == "cuda" else "float32") if dtype == "auto" else dtype
+
+
+def _check(modality: Modality, request: EncodeRequest) -> Exception | None:
+    frames = request.frames
+    try:
+        check_frames(frames.shape, str(frames.dtype))
+    except ValueError as error:
+        return error
+    if modality == "image" and frames.shape[0] != 1:
+        return ValueError(f"an image has one frame, got {frames.shape[0]}")
+    return None
+
+
+def _to_numpy(rows: torch.Tensor) -> np.ndarray:
+    return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()

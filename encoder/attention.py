@@ -1,0 +1,93 @@
+"""Variable-length attention behind one call. Every implementation attends within the segments that `cu_seqlens` bounds,
+never reads a key or value outside a segment, and leaves rows past the last bound unspecified."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Attention(Protocol):
+    """`plan` runs once a forward, `__call__` once a layer; both inside the captured callable.
+
+    qkv: [rows, 3, heads, head_dim], rotated. Returns [rows, heads * head_dim] in the same dtype.
+    """
+
+    name: str
+    capturable: bool
+
+    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> Any: ...
+
+    def __call__(self, qkv: torch.Tensor, plan: Any) -> torch.Tensor: ...
+
+
+class SegmentSdpa:
+    """PyTorch's dense attention, one call for each run of equally long segments. Reads the bounds on the host."""
+
+    name = "sdpa"
+    capturable = False
+
+    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> list[tuple[int, int, int]]:
+        """(first row, segments, rows of each) for every run of equally long segments."""
+        bounds = cu_seqlens.tolist()
+        runs: list[tuple[int, int, int]] = []
+        for start, end in itertools.pairwise(bounds):
+            if end == start:
+                continue
+            if runs and runs[-1][2] == end - start:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1, end - start)
+            else:
+                runs.append((start, 1, end - start))
+        return runs
+
+    def __call__(self, qkv: torch.Tensor, plan: list[tuple[int, int, int]]) -> torch.Tensor:
+        rows, _, heads, head_dim = qkv.shape
+        out = qkv.new_empty(rows, heads, head_dim)
+        for start, count, length in plan:
+            end = start + count * length
+            q, k, v = qkv[start:end].view(count, length, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
+            o = F.scaled_dot_product_attention(q, k, v)
+            out[start:end].view(count, length, heads, head_dim).copy_(o.transpose(1, 2))
+        return out.view(rows, heads * head_dim)
+
+
+class FlashVarlen:
+    """FlashAttention-2 as PyTorch ships it, in half precision. `max_seqlen` must cover the longest segment."""
+
+    name = "flash-attn-2"
+    capturable = True
+
+    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> tuple[torch.Tensor, int]:
+        return cu_seqlens, max_seqlen
+
+    def __call__(self, qkv: torch.Tensor, plan: tuple[torch.Tensor, int]) -> torch.Tensor:
+        cu_seqlens, max_seqlen = plan
+        q, k, v = qkv.unbind(1)
+        o = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False
+        )[0]
+        return o.flatten(1)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether the project's own kernels can run on `device`."""
+    return (
+        device.type == "cuda"
+        and importlib.util.find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
+    """The fastest implementation that runs on `device` with `dtype`."""
+    if has_triton(device):
+        from encoder.kernels import TritonVarlen
+
+        return TritonVarlen()
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0:
+        return FlashVarlen()
+    return SegmentSdpa()

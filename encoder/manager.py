@@ -1,0 +1,305 @@
+"""Captures a graph for every budget of every modality, and runs batches through them or eagerly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+
+from encoder.budgets import Batch, CostTable, PackLimits, find_budget, plan_batches, validate_budgets
+from encoder.defs import (
+    BudgetGraphMetadata,
+    EncoderItemSpec,
+    GraphStats,
+    ItemOutput,
+    MmKwargs,
+    Modality,
+    Reason,
+    total_specs,
+)
+from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph, StaticBuffers
+from encoder.interface import SupportsEncoderCudaGraph
+
+logger = logging.getLogger(__name__)
+
+_TIMED_EAGER_TOKENS = (64, 1024)
+
+
+class EncoderCudaGraphManager:
+    """Holds `budget_graphs[modality][token_budget]`. Not thread-safe: one thread captures and executes.
+
+    Args:
+        token_budgets: budgets of each modality to capture; a modality that is absent always runs eagerly.
+        max_batch_size: items in one replay.
+        costs: replay costs by modality; absent ones are measured at capture on CUDA, and taken by size on a CPU.
+
+    Raises:
+        ValueError: an unknown modality or impossible budgets, by name.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph,
+        token_budgets: Mapping[str, Sequence[int]],
+        max_batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        costs: Mapping[str, CostTable] | None = None,
+    ) -> None:
+        self.model = model
+        self.config = model.get_encoder_cudagraph_config()
+        unknown = set(token_budgets) - set(self.config.modalities)
+        if unknown:
+            raise ValueError(f"token_budgets: unknown modality {', '.join(sorted(unknown))}")
+        self.max_batch_size, self.device, self.dtype = max_batch_size, torch.device(device), dtype
+        self.token_budgets: dict[Modality, list[int]] = {
+            cast(Modality, m): validate_budgets(
+                b, max_batch_size, max(model.get_encoder_cudagraph_max_item_seqs(cast(Modality, m)), 1)
+            )
+            for m, b in token_budgets.items()
+        }
+        self.budget_graphs: dict[Modality, dict[int, BudgetGraphMetadata]] = {}
+        self.costs: dict[Modality, CostTable] = {cast(Modality, m): c for m, c in (costs or {}).items()}
+        self._static = StaticBuffers(self.device)
+        self._counters = GraphStats()
+        self._capture_seconds = 0.0
+        self._graph_bytes = 0
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def backend(self) -> str:
+        """`cuda-graph`, `cpu-static`, or `eager` while nothing is captured."""
+        return next((g.graph.backend for graphs in self.budget_graphs.values() for g in graphs.values()), "eager")
+
+    # --- capture ---
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures all budgets of all modalities, largest first, in one memory pool.
+
+        Raises:
+            MemoryError: names the budget that did not fit on the device; nothing stays captured.
+        """
+        started = time.perf_counter()
+        if self.device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            before = torch.cuda.mem_get_info(self.device)[0]
+        for budget, modality in sorted(((b, m) for m, bs in self.token_budgets.items() for b in bs), reverse=True):
+            try:
+                graph = self._capture_budget_graph(modality, budget)
+            except torch.OutOfMemoryError as error:
+                self.clear()
+                raise MemoryError(
+                    f"no room on {self.device} to capture the {modality} graph of {budget} tokens; "
+                    f"lower {modality}.max_tokens or {modality}.token_budgets"
+                ) from error
+            self.budget_graphs.setdefault(modality, {})[budget] = graph
+        for modality, graphs in self.budget_graphs.items():
+            if modality not in self.costs:
+                self.costs[modality] = self._measure(graphs)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._graph_bytes = before - torch.cuda.mem_get_info(self.device)[0]
+        self._capture_seconds = time.perf_counter() - started
+        logger.info("captured %d graphs in %.2f s", sum(map(len, self.budget_graphs.values())), self._capture_seconds)
+
+    def _capture_budget_graph(self, modality: Modality, token_budget: int) -> BudgetGraphMetadata:
+        inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
+            token_budget, self.max_batch_size, self.device, self.dtype, modality, self._static
+        )
+        input_buffer = inputs.mm_kwargs[self._get_input_key(modality)]
+        output = self._static.take("output", (token_budget, self.config.out_hidden_size), self.dtype)
+
+        def run() -> None:
+            self.model.encoder_cudagraph_forward(input_buffer, inputs.buffers, output)
+
+        graph: CapturedGraph
+        if self.device.type == "cuda":
+            assert self._stream is not None
+            graph = CudaGraph(run, self._pool, self._stream)
+        else:
+            graph = CpuStaticGraph(run)
+        return BudgetGraphMetadata(
+            token_budget, self.max_batch_size, inputs.max_num_seqs, graph, input_buffer, inputs.buffers, output
+        )
+
+    def _measure(self, graphs: Mapping[int, BudgetGraphMetadata]) -> CostTable:
+        """Replay seconds of each graph without attention (every segment empty); by size where there is no GPU."""
+        if self.device.type != "cuda":
+            return CostTable.by_size(list(graphs))
+        seconds: dict[int, float] = {}
+        events = []
+        for budget, graph in sorted(graphs.items()):
+            for name in ("cu_seqlens", "sequence_lengths"):
+                if name in graph.buffers:
+                    graph.buffers[name].zero_()
+            graph.graph.replay()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.graph.replay()
+            end.record()
+            events.append((budget, start, end))
+        torch.cuda.synchronize(self.device)
+        slowest = 0.0
+        for budget, start, end in events:
+            # A larger budget never costs less: noise must not make the packer prefer it.
+            slowest = seconds[budget] = max(slowest, start.elapsed_time(end) / 1e3)
+        return CostTable(seconds)
+
+    # --- execution ---
+
+    def execute(self, mm_kwargs: MmKwargs) -> list[torch.Tensor]:
+        """One tensor [tokens, out_hidden_size] an item, in the caller's order, on the device."""
+        return [output.embeddings for output in self.execute_items(mm_kwargs)]
+
+    @torch.inference_mode()
+    def execute_items(self, mm_kwargs: MmKwargs, columns: Sequence[int] | None = None) -> list[ItemOutput]:
+        """As `execute`, with how each item was run. The tensors are copies, safe from later replays.
+
+        Args:
+            columns: leading columns to give of each item; None: all.
+
+        Raises:
+            ValueError: the keys of `mm_kwargs` name no modality, or two.
+        """
+        modality = self._detect_modality(mm_kwargs)
+        specs = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
+        columns = columns or [self.config.out_hidden_size] * len(specs)
+        outputs: list[ItemOutput | None] = [None] * len(specs)
+        for batch in self._plan(modality, specs):
+            for index, output in zip(
+                batch.indices, self._run_batch(modality, mm_kwargs, specs, batch, columns), strict=True
+            ):
+                outputs[index] = output
+        return [output for output in outputs if output is not None]
+
+    def _plan(self, modality: Modality, specs: Sequence[EncoderItemSpec]) -> list[Batch]:
+        graphs = self.budget_graphs.get(modality)
+        if not graphs:
+            return [Batch(tuple(range(len(specs))), None)] if specs else []
+        largest = graphs[max(graphs)]
+        return plan_batches(
+            specs,
+            self.token_budgets[modality],
+            PackLimits(largest.token_budget, self.max_batch_size, largest.max_num_seqs),
+            self.costs[modality],
+            self.model.get_encoder_cudagraph_max_item_seqs(modality),
+        )
+
+    def _run_batch(
+        self,
+        modality: Modality,
+        mm_kwargs: MmKwargs,
+        specs: Sequence[EncoderItemSpec],
+        batch: Batch,
+        columns: Sequence[int],
+    ) -> list[ItemOutput]:
+        whole = batch.indices == tuple(range(len(specs)))
+        part = mm_kwargs if whole else self.model.select_encoder_cudagraph_items(mm_kwargs, batch.indices)
+        chosen = [specs[i] for i in batch.indices]
+        reason, output = batch.reason, None
+        if batch.budget is not None:
+            output = self._run_budget_graph(modality, part, chosen, batch.budget)
+            reason = None if output is not None else "batch_over_segments"
+        if output is None:
+            self._count_misses(len(chosen), reason)
+            rows = self.model.encoder_eager_forward(part)
+        else:
+            rows = output
+        if output is not None:
+            # The static output is the next replay's: what leaves is a copy, one for the batch if widths agree.
+            widths = {columns[i] for i in batch.indices}
+            used = sum(spec.num_tokens for spec in chosen)
+            if len(widths) == 1:
+                rows = rows[:used, : widths.pop()].clone(memory_format=torch.contiguous_format)
+        results, start = [], 0
+        for index, spec in zip(batch.indices, chosen, strict=True):
+            item = rows[start : start + spec.num_tokens, : columns[index]]
+            start += spec.num_tokens
+            if rows is output:
+                item = item.clone(memory_format=torch.contiguous_format)
+            results.append(
+                ItemOutput(item, "eager", reason) if output is None else ItemOutput(item, "graph", None, batch.budget)
+            )
+        return results
+
+    def _run_budget_graph(
+        self, modality: Modality, mm_kwargs: MmKwargs, specs: Sequence[EncoderItemSpec], token_budget: int
+    ) -> torch.Tensor | None:
+        """The static output after a replay, valid until the next one; None if the batch breaks a captured limit."""
+        graph = self.budget_graphs[modality][token_budget]
+        total = total_specs(specs)
+        if graph.max_num_seqs > 0 and self.model.get_encoder_cudagraph_num_seqs(mm_kwargs) > graph.max_num_seqs:
+            return None
+        replay = self.model.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, token_budget, self.max_batch_size)
+        if not replay.fits or total.num_tokens > token_budget:
+            return None
+        for name in self.config.buffer_keys:
+            value = replay.buffers.get(name)
+            if value is not None:
+                target = graph.buffers[name]
+                (target[: len(value)] if value.ndim else target).copy_(value, non_blocking=True)
+        self.model.write_encoder_cudagraph_input(mm_kwargs, graph.input_buffer)
+        graph.graph.replay()
+        counters = self._counters
+        counters.hits += len(specs)
+        counters.replays += 1
+        counters.budget_tokens += token_budget
+        counters.used_tokens += total.num_tokens
+        by_budget = counters.hits_by_budget.setdefault(modality, {})
+        by_budget[token_budget] = by_budget.get(token_budget, 0) + len(specs)
+        return graph.output
+
+    def _count_misses(self, items: int, reason: Reason | None) -> None:
+        self._counters.misses += items
+        key = reason or "no_graphs"
+        self._counters.misses_by_reason[key] = self._counters.misses_by_reason.get(key, 0) + items
+
+    # --- lookups and state ---
+
+    def _detect_modality(self, mm_kwargs: MmKwargs) -> Modality:
+        found = [m for m in self.config.modalities if self._get_input_key(m) in mm_kwargs]
+        if len(self.config.modalities) > 1 and self.config.modality_input_keys is None and found:
+            return found[0]
+        if len(found) != 1:
+            keys = ", ".join(self._get_input_key(m) for m in self.config.modalities)
+            raise ValueError(f"mm_kwargs must have exactly one of {keys}; it has {', '.join(mm_kwargs) or 'nothing'}")
+        return found[0]
+
+    def _get_input_key(self, modality: Modality) -> str:
+        keys = self.config.modality_input_keys or {}
+        return keys.get(modality, self.config.input_key)
+
+    def find_budget(self, modality: Modality, num_tokens: int) -> int | None:
+        """The smallest captured budget with room for `num_tokens`."""
+        return find_budget(self.token_budgets.get(modality, []), num_tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, in items, and what is captured. JSON-able."""
+        return {
+            **asdict(self._counters),
+            "hit_rate": self._counters.hit_rate,
+            "padding_ratio": self._counters.padding_ratio,
+            "backend": self.backend,
+            "token_budgets": {m: list(b) for m, b in self.token_budgets.items()},
+            "max_batch_size": self.max_batch_size,
+            "num_graphs": {m: len(g) for m, g in self.budget_graphs.items()},
+            "static_bytes": self._static.nbytes,
+            "graph_bytes": self._graph_bytes,
+            "capture_seconds": self._capture_seconds,
+        }
+
+    def clear(self) -> None:
+        """Drops every graph, the static memory and the pool. Later batches run eagerly."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.budget_graphs.clear()
+        self._static.clear()
+        self._pool = self._stream = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

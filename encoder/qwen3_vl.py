@@ -1,0 +1,368 @@
+"""The Qwen3-VL vision tower over static buffers, with the parameter names of `transformers`' Qwen3VLVisionModel."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from encoder.attention import choose_attention, has_triton
+from encoder.defs import (
+    EncoderCudaGraphCaptureInputs,
+    EncoderCudaGraphConfig,
+    EncoderCudaGraphReplayBuffers,
+    EncoderItemSpec,
+    MmKwargs,
+    Modality,
+)
+from encoder.graph import StaticBuffers
+from encoder.ops import EPS, Ops, TorchOps
+from encoder.preprocess import MERGE, PATCH, TEMPORAL
+
+_VIDEO_CUDAGRAPH_T_CAPTURE = 8
+_INPUT_KEYS: dict[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_GRID_KEYS: dict[str, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
+_POSITION_CACHE_ROWS = 262_144
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The fields of a checkpoint's `vision_config` that the tower depends on."""
+
+    depth: int
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    rope_theta: float = 10000.0
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> VisionConfig:
+        """Raises ValueError for a tower of another architecture."""
+        fixed = {
+            "patch_size": PATCH,
+            "temporal_patch_size": TEMPORAL,
+            "spatial_merge_size": MERGE,
+            "in_channels": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+        }
+        for name, value in fixed.items():
+            if config.get(name, value) != value:
+                raise ValueError(f"vision_config.{name} must be {value!r}, got {config[name]!r}")
+        names = ("depth", "hidden_size", "num_heads", "intermediate_size", "out_hidden_size", "num_position_embeddings")
+        missing = [n for n in (*names, "deepstack_visual_indexes") if n not in config]
+        if missing:
+            raise ValueError(f"vision_config lacks {', '.join(missing)}")
+        rope = config.get("rope_parameters") or {}
+        return cls(
+            **{n: int(config[n]) for n in names},
+            deepstack_visual_indexes=tuple(config["deepstack_visual_indexes"]),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def width(self) -> int:
+        """Columns of an output row: [main | deepstack 0 | deepstack 1 | ...]."""
+        return self.out_hidden_size * (1 + len(self.deepstack_visual_indexes))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, inner: int, hidden: int, out: int) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(inner, hidden)
+        self.linear_fc2 = nn.Linear(hidden, out)
+
+
+class _Block(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=EPS)
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=EPS)
+        self.attn = nn.ModuleDict(
+            {
+                "qkv": nn.Linear(config.hidden_size, 3 * config.hidden_size),
+                "proj": nn.Linear(config.hidden_size, config.hidden_size),
+            }
+        )
+        self.mlp = _Mlp(config.hidden_size, config.intermediate_size, config.hidden_size)
+
+
+class _Merger(_Mlp):
+    """2x2 patches -> one token. `post_shuffle` norms the four patches as one row, else each patch by itself."""
+
+    def __init__(self, config: VisionConfig, post_shuffle: bool) -> None:
+        merged = config.hidden_size * MERGE**2
+        super().__init__(merged, merged, config.out_hidden_size)
+        self.post_shuffle = post_shuffle
+        self.norm = nn.LayerNorm(merged if post_shuffle else config.hidden_size, eps=EPS)
+
+    def forward(self, normed: torch.Tensor, out: torch.Tensor) -> None:
+        hidden = F.gelu(F.linear(normed, self.linear_fc1.weight, self.linear_fc1.bias))
+        torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.weight.t(), out=out)
+
+
+class Qwen3VLVisionEncoder(nn.Module):
+    """Implements `SupportsEncoderCudaGraph`.
+
+    `mm_kwargs` has `pixel_values` and `image_grid_thw`, or `pixel_values_videos` and `video_grid_thw`. The pixels are
+    normalised patches [sum of t*h*w, 1536], or a list of uint8 frames [T, 3, H, W], one tensor an item. Grids are a
+    tensor [items, 3] or a sequence of (t, h, w).
+
+    Args:
+        t_capture: temporal patches that a video may have in a graph.
+        image_mean, image_std: of pixels in 0..1, one value a channel; for pixels that come as frames.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        t_capture: int = _VIDEO_CUDAGRAPH_T_CAPTURE,
+        image_mean: Sequence[float] = (0.5, 0.5, 0.5),
+        image_std: Sequence[float] = (0.5, 0.5, 0.5),
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.t_capture = t_capture
+        # The processors scale mean and std by 255 in float32 and normalise unscaled pixels.
+        self._mean = torch.tensor(image_mean, dtype=torch.float32, device="cpu") * 255
+        self._std = torch.tensor(image_std, dtype=torch.float32, device="cpu") * 255
+        self.patch_embed = nn.ModuleDict(
+            {"proj": nn.Conv3d(3, config.hidden_size, (TEMPORAL, PATCH, PATCH), (TEMPORAL, PATCH, PATCH))}
+        )
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+        self.merger = _Merger(config, post_shuffle=False)
+        self.deepstack_merger_list = nn.ModuleList(
+            _Merger(config, post_shuffle=True) for _ in config.deepstack_visual_indexes
+        )
+        self._positions: OrderedDict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.requires_grad_(False)
+
+    def finalize(self, device: torch.device, dtype: torch.dtype) -> Qwen3VLVisionEncoder:
+        """Moves the weights and picks the kernels. Call it once, after loading."""
+        self.to(device=device, dtype=dtype)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        self.device, self.dtype = device, dtype
+        self.attention = choose_attention(device, dtype, self.config.head_dim)
+        self.ops: Ops = TorchOps()
+        if has_triton(device):
+            from encoder.kernels import TritonOps
+
+            self.ops = TritonOps()
+        self._positions.clear()
+        return self
+
+    # --- the protocol ---
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        return EncoderCudaGraphConfig(
+            modalities=("image", "video"),
+            input_key=_INPUT_KEYS["image"],
+            modality_input_keys=_INPUT_KEYS,
+            buffer_keys=(
+                "pos_embeds",
+                "rotary_pos_emb_cos",
+                "rotary_pos_emb_sin",
+                "cu_seqlens",
+                "max_seqlen",
+                "sequence_lengths",
+            ),
+            out_hidden_size=self.config.width,
+        )
+
+    def get_encoder_cudagraph_num_seqs(self, mm_kwargs: MmKwargs) -> int:
+        return sum(t for t, _, _ in self._grids(mm_kwargs))
+
+    def get_encoder_cudagraph_item_specs(self, mm_kwargs: MmKwargs) -> list[EncoderItemSpec]:
+        return [EncoderItemSpec(t * h * w, t * h * w // MERGE**2, t) for t, h, w in self._grids(mm_kwargs)]
+
+    def get_encoder_cudagraph_max_item_seqs(self, modality: Modality) -> int:
+        return self.t_capture if modality == "video" else 1
+
+    def select_encoder_cudagraph_items(self, mm_kwargs: MmKwargs, indices: Sequence[int]) -> MmKwargs:
+        grid_key, input_key = self._get_grid_thw_key(mm_kwargs), self._get_pixel_values_key(mm_kwargs)
+        grids, pixels = self._grids(mm_kwargs), mm_kwargs[input_key]
+        if isinstance(pixels, torch.Tensor):
+            ends, total = [], 0
+            for t, h, w in grids:
+                total += t * h * w
+                ends.append(total)
+            parts = [pixels[(ends[i - 1] if i else 0) : ends[i]] for i in indices]
+            return {input_key: parts[0] if len(parts) == 1 else torch.cat(parts), grid_key: [grids[i] for i in indices]}
+        return {input_key: [pixels[i] for i in indices], grid_key: [grids[i] for i in indices]}
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self,
+        token_budget: int,
+        max_batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        modality: Modality = "image",
+        static: StaticBuffers | None = None,
+    ) -> EncoderCudaGraphCaptureInputs:
+        """Raises ValueError for a modality that the tower does not know."""
+        if modality not in _INPUT_KEYS:
+            raise ValueError(f"modality must be one of {', '.join(_INPUT_KEYS)}, got {modality!r}")
+        static = static or StaticBuffers(device)
+        rows, half = token_budget * MERGE**2, self.config.head_dim // 2
+        max_num_seqs = max_batch_size * self.get_encoder_cudagraph_max_item_seqs(modality)
+        buffers = {
+            "pos_embeds": static.take("pos_embeds", (rows, self.config.hidden_size), dtype),
+            "rotary_pos_emb_cos": static.take("rotary_pos_emb_cos", (rows, half), torch.float32),
+            "rotary_pos_emb_sin": static.take("rotary_pos_emb_sin", (rows, half), torch.float32),
+            # Integer buffers differ in size by modality, not by budget: each modality has its own.
+            "cu_seqlens": static.take(f"cu_seqlens.{modality}", (max_num_seqs + 1,), torch.int32),
+            "max_seqlen": torch.tensor(rows, dtype=torch.int32),
+            "sequence_lengths": static.take(f"sequence_lengths.{modality}", (max_num_seqs,), torch.int32),
+        }
+        pixels = static.take("pixels", (rows, 3 * TEMPORAL * PATCH**2), dtype)
+        return EncoderCudaGraphCaptureInputs({_INPUT_KEYS[modality]: pixels}, buffers, max_num_seqs)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, mm_kwargs: MmKwargs, token_budget: int, max_batch_size: int
+    ) -> EncoderCudaGraphReplayBuffers:
+        grids = self._grids(mm_kwargs)
+        max_item_seqs = self.get_encoder_cudagraph_max_item_seqs(self._modality(mm_kwargs))
+        max_num_seqs = max_batch_size * max_item_seqs
+        if any(t > max_item_seqs for t, _, _ in grids) or sum(t for t, _, _ in grids) > max_num_seqs:
+            return EncoderCudaGraphReplayBuffers({}, fits=False)
+        return EncoderCudaGraphReplayBuffers(dict(self._metadata(grids, max_num_seqs, token_budget * MERGE**2)))
+
+    def write_encoder_cudagraph_input(self, mm_kwargs: MmKwargs, input_buffer: torch.Tensor) -> None:
+        pixels = mm_kwargs[self._get_pixel_values_key(mm_kwargs)]
+        if isinstance(pixels, torch.Tensor):
+            input_buffer[: len(pixels)].copy_(pixels, non_blocking=True)
+            return
+        row = 0
+        for frames, (t, h, w) in zip(pixels, self._grids(mm_kwargs), strict=True):
+            self.ops.patchify(frames, input_buffer[row : row + t * h * w], self._mean, self._std)
+            row += t * h * w
+
+    def encoder_cudagraph_forward(
+        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        config, ops, attention = self.config, self.ops, self.attention
+        rows, width = len(input_buffer), config.out_hidden_size
+        plan = attention.plan(buffers["cu_seqlens"], int(buffers["max_seqlen"]) if attention.capturable else 0, rows)
+        cos, sin = buffers["rotary_pos_emb_cos"], buffers["rotary_pos_emb_sin"]
+        embed: Any = self.patch_embed["proj"]
+        x = F.linear(input_buffer, embed.weight.view(config.hidden_size, -1), embed.bias).add_(buffers["pos_embeds"])
+        blocks: list[Any] = list(self.blocks)
+        normed = ops.add_layer_norm(x, None, blocks[0].norm1.weight, blocks[0].norm1.bias)
+        for index, block in enumerate(blocks):
+            qkv = F.linear(normed, block.attn["qkv"].weight, block.attn["qkv"].bias)
+            qkv = qkv.view(rows, 3, config.num_heads, config.head_dim)
+            ops.rotary_(qkv, cos, sin)
+            attended = attention(qkv, plan)
+            attended = F.linear(attended, block.attn["proj"].weight, block.attn["proj"].bias)
+            normed = ops.add_layer_norm(x, attended, block.norm2.weight, block.norm2.bias)
+            hidden = ops.linear_gelu(normed, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
+            hidden = F.linear(hidden, block.mlp.linear_fc2.weight, block.mlp.linear_fc2.bias)
+            # The norm that reads this block's result next: the following block's, or the merger's.
+            norm: Any = blocks[index + 1].norm1 if index + 1 < len(blocks) else self.merger.norm
+            normed = ops.add_layer_norm(x, hidden, norm.weight, norm.bias)
+            if index in config.deepstack_visual_indexes:
+                level = config.deepstack_visual_indexes.index(index)
+                merger: Any = self.deepstack_merger_list[level]
+                merged = ops.add_layer_norm(x.view(rows // MERGE**2, -1), None, merger.norm.weight, merger.norm.bias)
+                merger(merged, output[:, (level + 1) * width : (level + 2) * width])
+        self.merger(normed.view(rows // MERGE**2, -1), output[:, :width])
+
+    def encoder_eager_forward(self, mm_kwargs: MmKwargs) -> torch.Tensor:
+        grids = self._grids(mm_kwargs)
+        rows = sum(t * h * w for t, h, w in grids)
+        pixels = torch.empty(rows, 3 * TEMPORAL * PATCH**2, dtype=self.dtype, device=self.device)
+        self.write_encoder_cudagraph_input(mm_kwargs, pixels)
+        buffers = self._metadata(grids, sum(t for t, _, _ in grids), max(h * w for _, h, w in grids))
+        output = torch.empty(rows // MERGE**2, self.config.width, dtype=self.dtype, device=self.device)
+        self.encoder_cudagraph_forward(pixels, buffers, output)
+        return output
+
+    # --- metadata ---
+
+    def _modality(self, mm_kwargs: MmKwargs) -> Modality:
+        return "video" if _GRID_KEYS["video"] in mm_kwargs else "image"
+
+    def _get_grid_thw_key(self, mm_kwargs: MmKwargs) -> str:
+        return _GRID_KEYS[self._modality(mm_kwargs)]
+
+    def _get_pixel_values_key(self, mm_kwargs: MmKwargs) -> str:
+        return _INPUT_KEYS[self._modality(mm_kwargs)]
+
+    def _grids(self, mm_kwargs: MmKwargs) -> list[Grid]:
+        grids = mm_kwargs[self._get_grid_thw_key(mm_kwargs)]
+        rows = grids.tolist() if isinstance(grids, torch.Tensor) else grids
+        return [(int(t), int(h), int(w)) for t, h, w in rows]
+
+    def _metadata(self, grids: Sequence[Grid], max_num_seqs: int, max_seqlen: int) -> dict[str, torch.Tensor]:
+        """Buffers for these items; bounds past the last segment repeat it."""
+        tables = [table for t, h, w in grids for table in [self._position_table(h, w)] * t]
+        lengths = [h * w for t, h, w in grids for _ in range(t)]
+        bounds = [0]
+        for length in lengths:
+            bounds.append(bounds[-1] + length)
+        bounds += bounds[-1:] * (max_num_seqs - len(lengths))
+        pos, cos, sin = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
+        return {
+            "pos_embeds": pos,
+            "rotary_pos_emb_cos": cos,
+            "rotary_pos_emb_sin": sin,
+            "cu_seqlens": self._int32(bounds),
+            "max_seqlen": torch.tensor(max_seqlen, dtype=torch.int32),
+            "sequence_lengths": self._int32(lengths + [0] * (max_num_seqs - len(lengths))),
+        }
+
+    def _int32(self, values: list[int]) -> torch.Tensor:
+        host = torch.tensor(values, dtype=torch.int32)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def _position_table(self, h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(position embeddings [h*w, hidden], cos, sin [h*w, head_dim / 2]) of a temporal patch, in merge-block order.
+
+        Kept for the most recently used shapes, up to a bound on the rows of all tables.
+        """
+        table = self._positions.pop((h, w), None)
+        if table is None:
+            table = self._compute_positions(h, w)
+            kept = sum(kh * kw for kh, kw in self._positions)
+            while self._positions and kept + h * w > _POSITION_CACHE_ROWS:
+                (kh, kw), _ = self._positions.popitem(last=False)
+                kept -= kh * kw
+        self._positions[h, w] = table
+        return table
+
+    def _compute_positions(self, h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config, device = self.config, self.device
+        side = round(config.num_position_embeddings**0.5)
+        y = torch.arange(h, device=device)[:, None].expand(h, w)
+        x = torch.arange(w, device=device)[None, :].expand(h, w)
+        y, x = (p.reshape(h // MERGE, MERGE, w // MERGE, MERGE).transpose(1, 2).reshape(-1) for p in (y, x))
+        # Bilinear with align_corners over a side x side table, as `transformers.vision_utils` weighs it.
+        taps = []
+        for position, size in ((y, h), (x, w)):
+            source = position.float() * (side - 1) / max(size - 1, 1)
+            low = source.floor()
+            weight = source - low
+            low_index = low.long()
+            taps.append(((low_index, 1 - weight), ((low_index + 1).clamp(max=side - 1), weight)))
+        indices = torch.stack([iy * side + ix for iy, _ in taps[0] for ix, _ in taps[1]], dim=1)
+        weights = torch.stack([wy * wx for _, wy in taps[0] for _, wx in taps[1]], dim=1)
+        embeds = (self.pos_embed.weight[indices] * weights[:, :, None]).sum(1).to(self.dtype)
+
+        quarter = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32)
+        inv_freq = (1.0 / config.rope_theta ** (quarter / (config.head_dim // 2))).to(device)
+        angles = torch.cat((y[:, None] * inv_freq, x[:, None] * inv_freq), dim=1)
+        return embeds, angles.cos(), angles.sin()
