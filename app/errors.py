@@ -1,9 +1,9 @@
 """Every error that a client can see, as one class and one table of stable codes.
 
-    bytes -> media/  -> MediaError (400, 413, 415, 422, 502) ─┐
-    options -> schemas.py -> 422 ─────────────────────────────┤
-    handle -> replica -> 429/503 (full), 504 (deadline) ──────┼─> FovealError -> ingress -> {"error": {...}}
-    anything unforeseen -> 500 `internal`, logged, no detail ─┘
+bytes -> media/  -> MediaError (400, 413, 415, 422, 502) ─┐
+options -> schemas.py -> 422 ─────────────────────────────┤
+handle -> replica -> 429/503 (full), 504 (deadline) ──────┼─> FovealError -> ingress -> {"error": {...}}
+anything unforeseen -> 500 `internal`, logged, no detail ─┘
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -35,7 +35,8 @@ class EncodeResult:
         uint16 holding bfloat16 bits; None on error.
     dtype: the compute dtype's name: "float32", "bfloat16" or "float16".
     queue_s, encode_s: seconds waited in the batcher; seconds from batch start to the embeddings on the host.
-    error: a code ("overloaded", "deadline", "internal") or None.
+    error: "overloaded" (queue full), "deadline" (passed while it waited), "internal" (this item cannot be encoded),
+        "fault" (the replica is broken and about to be replaced; another may be asked), or None.
     """
 
     embeddings: np.ndarray | None
@@ -46,5 +47,41 @@ class EncodeResult:
     budget: int | None = None
     queue_s: float = 0.0
     encode_s: float = 0.0
-    error: str | None = None
+    error: Literal["overloaded", "deadline", "internal", "fault"] | None = None
     message: str = ""
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """What waits in one replica's batcher, and what left it without being encoded, in items."""
+
+    items: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    rejected: int = 0
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """What one replica is and what it has done. Counters are in items; tokens as in `GraphStats`.
+
+    token_budgets: the captured budgets, ascending; empty in the eager pool.
+    t_capture: temporal patches a video may have in a graph; None outside the video pool.
+    fault: why the replica must be replaced; None while it is well.
+    """
+
+    backend: str
+    attention: str
+    device: str
+    dtype: str
+    token_budgets: tuple[int, ...]
+    t_capture: int | None
+    max_batch_size: int
+    hits: int = 0
+    misses: int = 0
+    budget_tokens: int = 0
+    used_tokens: int = 0
+    queue: QueueState = field(default_factory=QueueState)
+    fault: str | None = None

@@ -1,1 +1,6 @@
-"""Response formats, one module each."""
+"""Response formats, one module each, by the name that `format=` takes."""
+
+from app.formats import json, safetensors
+from app.formats.types import Render
+
+FORMATS: dict[str, Render] = {"safetensors": safetensors.render, "json": json.render}

@@ -1,0 +1,53 @@
+"""What a response format is given and what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from deployments.protocol import PoolName
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """One item of the answer.
+
+    embeddings: [rows, columns], float32, float16, or uint16 holding bfloat16 bits, as `dtype` says.
+    timestamps: float32 [t], seconds; None for an image.
+    num_tokens: visual tokens of the item, whether pooled or not. num_frames, width, height: of what was encoded.
+    """
+
+    index: int
+    modality: Literal["image", "video"]
+    grid_thw: tuple[int, int, int]
+    timestamps: np.ndarray | None
+    embeddings: np.ndarray
+    dtype: str
+    pool: PoolName
+    execution: Literal["graph", "eager"]
+    reason: str | None
+    budget: int | None
+    num_tokens: int
+    num_frames: int
+    width: int
+    height: int
+
+    def facts(self) -> dict[str, Any]:
+        """The fields that every format tells, JSON-able."""
+        names = ("index", "modality", "pool", "execution", "reason", "budget", "num_tokens", "num_frames")
+        return {name: getattr(self, name) for name in (*names, "width", "height")}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A response body as pieces that are made when they are sent. `length` is their sum in bytes."""
+
+    media_type: str
+    length: int
+    pieces: Iterable[bytes | memoryview]
+
+
+Render = Callable[[str, Sequence[EncodedItem]], Rendered]

@@ -1,0 +1,145 @@
+"""The HTTP routes. One short method each; the work is in pipeline.py, the errors in middleware.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from app.errors import FovealError
+from app.formats import FORMATS
+from app.formats.types import Rendered
+from app.inputs import read_request
+from app.middleware import NOTES, BodyCap, Envelope, error_response, log_to_stdout, to_foveal_error
+from app.openapi import ENCODE, ERRORS
+from app.pipeline import Pipeline, Timings
+from app.pools import Pools
+from configs.processor import ProcessorConfig
+from configs.settings import Settings
+from encoder.checkpoint import resolve_checkpoint
+
+
+class IngressReplica:
+    """Takes HTTP requests, decodes their media and has the pools encode them."""
+
+    def __init__(
+        self, settings: Settings, image: DeploymentHandle, video: DeploymentHandle, eager: DeploymentHandle
+    ) -> None:
+        log_to_stdout()
+        self._settings = settings
+        self._folder = resolve_checkpoint(settings.model)
+        self._pools = Pools({"image": image, "video": video, "eager": eager})
+        self._pipeline = Pipeline(settings, ProcessorConfig.from_checkpoint(self._folder), self._pools)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        api = FastAPI(
+            title="Foveal",
+            summary="Images and videos in, Qwen3-VL visual tokens out.",
+            version="1",
+            docs_url=None,
+            redoc_url=None,
+        )
+        api.add_api_route(
+            "/v1/encode",
+            self.post_encode,
+            methods=["POST"],
+            openapi_extra=ENCODE,
+            responses=ERRORS,
+            response_model=None,
+        )
+        api.add_api_route("/v1/models", self.models)
+        api.add_api_route("/v1/pools", self.pools)
+        api.add_api_route("/health", self.health, responses={503: {"description": "a pool is not well"}})
+        api.add_api_route("/docs", _page("docs.html"), include_in_schema=False)
+        api.add_api_route("/", _page("index.html"), include_in_schema=False)
+        api.add_exception_handler(HTTPException, _http_error)
+        # The last one added is the outermost.
+        api.add_middleware(BodyCap, max_bytes=self._settings.limits.max_body_bytes)
+        api.add_middleware(Envelope)
+        return api
+
+    async def post_encode(self, request: Request) -> Response:
+        """Encodes the items of the body and gives their visual-token embeddings."""
+        limits, timings = self._settings.limits, Timings()
+        try:
+            async with asyncio.timeout(limits.deadline_s):
+                options, sources = await read_request(request, limits)
+                request.scope[NOTES]["items"] = len(sources)
+                items = await self._pipeline.run(sources, options, timings)
+                request.scope[NOTES]["pools"] = [item.pool for item in items]
+                started = time.perf_counter()
+                rendered = await asyncio.to_thread(FORMATS[options.format], self._settings.model, items)
+                timings.note("format", time.perf_counter() - started)
+        except TimeoutError:
+            raise FovealError("deadline", f"limits.deadline_s ({limits.deadline_s:g} s) passed") from None
+        return PieceResponse(rendered, {"server-timing": timings.header()})
+
+    async def models(self) -> dict[str, Any]:
+        """The model served, as OpenAI lists it; `root` is the checkpoint's folder."""
+        entry = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": int((self._folder / "config.json").stat().st_mtime),
+            "owned_by": "foveal",
+            "root": str(self._folder),
+        }
+        return {"object": "list", "data": [entry]}
+
+    async def pools(self) -> dict[str, Any]:
+        """What each pool is and has done, summed over its replicas."""
+        return {"pools": [view.summary() for view in await self._pools.views()]}
+
+    async def health(self) -> JSONResponse:
+        """200 while every pool has a healthy replica (or none on purpose) and none has latched a fault."""
+        views = await self._pools.views()
+        well = all(view.well for view in views)
+        body = {"status": "ok" if well else "unhealthy", "pools": {view.name: view.state for view in views}}
+        return JSONResponse(body, 200 if well else 503)
+
+
+Ingress = serve.deployment(
+    name="Ingress",
+    ray_actor_options={"num_cpus": 0.25},
+    max_ongoing_requests=128,
+    max_queued_requests=256,
+    health_check_period_s=1,
+    health_check_timeout_s=10,
+)(serve.ingress()(IngressReplica))
+
+
+class PieceResponse(Response):
+    """Sends a rendered body piece by piece, its length announced."""
+
+    def __init__(self, rendered: Rendered, headers: dict[str, str]) -> None:
+        super().__init__(None, 200, {**headers, "content-length": str(rendered.length)}, rendered.media_type)
+        self._pieces = rendered.pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            # Serve's own proxy pickles messages, which a memoryview does not survive.
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _page(name: str) -> Any:
+    html = files("app").joinpath("web", name).read_text()
+
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html)
+
+    return page
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    known = to_foveal_error(error)
+    request.scope[NOTES]["error"] = known.code
+    return error_response(known)

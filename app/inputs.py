@@ -1,0 +1,116 @@
+"""An HTTP request -> its options and the sources of its items. The body has been capped before it gets here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Request
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from app.errors import FovealError
+from app.schemas import EncodeOptions, ImagePart, parse_body, parse_options
+from configs.settings import Limits
+
+
+@dataclass(frozen=True)
+class Source:
+    """One item as the client sent it: its bytes, or a URL (data: or https:) that gives them.
+
+    param: how errors name it. claims: the modality that its JSON part states; None elsewhere.
+    """
+
+    param: str
+    data: bytes | None = None
+    url: str | None = None
+    claims: Literal["image", "video"] | None = None
+
+
+async def read_request(request: Request, limits: Limits) -> tuple[EncodeOptions, list[Source]]:
+    """The options and the items of a request, in order.
+
+    Raises:
+        FovealError: 400 `malformed_request` or `empty_body`, 413 `too_many_items`, 422 `invalid_option`.
+    """
+    query: list[tuple[str, Any]] = list(request.query_params.multi_items())
+    content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if content_type == "multipart/form-data":
+        fields, sources = await _read_form(request, limits)
+    elif content_type == "application/json":
+        fields, sources = await _read_json(request)
+    else:
+        fields, sources = [], [Source("body", await request.body())]
+    options = parse_options([*query, *fields], limits)
+    if len(sources) > limits.max_items:
+        raise _too_many(limits)
+    for source in sources:
+        if source.data == b"":
+            raise FovealError("empty_body", f"{source.param} has no bytes", source.param)
+    return options, [_checked(source, options) for source in sources]
+
+
+def _too_many(limits: Limits) -> FovealError:
+    return FovealError("too_many_items", f"the request has more than limits.max_items ({limits.max_items}) items")
+
+
+def _checked(source: Source, options: EncodeOptions) -> Source:
+    if source.claims and options.modality not in ("auto", source.claims):
+        raise FovealError(
+            "invalid_option", f"{source.param} is {source.claims}_url, but modality is {options.modality}", "modality"
+        )
+    return source
+
+
+async def _read_form(request: Request, limits: Limits) -> tuple[list[tuple[str, Any]], list[Source]]:
+    parser = MultiPartParser(request.headers, request.stream(), max_files=limits.max_items + 1, max_fields=64)
+    parser.spool_max_size = limits.max_body_bytes  # Parts stay in memory: they are bounded, and read at once.
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        if error.message.startswith("Too many files"):
+            raise _too_many(limits) from None
+        raise FovealError("malformed_request", f"the multipart body cannot be parsed: {error.message}") from None
+    except KeyError:
+        raise FovealError("malformed_request", "the multipart Content-Type has no boundary") from None
+    fields: list[tuple[str, Any]] = []
+    sources: list[Source] = []
+    try:
+        for name, value in form.multi_items():
+            if not isinstance(value, UploadFile):
+                fields.append((name, value))
+            elif name == "file":
+                sources.append(Source(f"file[{len(sources)}]", await value.read()))
+            else:
+                raise FovealError("invalid_option", f"{name}: files are sent in parts named `file`", name)
+    finally:
+        await form.close()
+    if any(name == "file" for name, _ in fields):
+        raise FovealError("malformed_request", "a `file` part has no filename, so it is a plain field", "file")
+    if not sources:
+        raise FovealError("empty_body", "the form has no `file` part")
+    return fields, sources
+
+
+async def _read_json(request: Request) -> tuple[list[tuple[str, Any]], list[Source]]:
+    raw = await request.body()
+    if not raw:
+        raise FovealError("empty_body", "the request carries no bytes")
+    try:
+        decoded = await asyncio.to_thread(json.loads, raw)
+    except (ValueError, RecursionError) as error:
+        raise FovealError("malformed_request", f"the body is not JSON: {error}") from None
+    body = parse_body(decoded)
+    return list((body.model_extra or {}).items()), _part_sources(body.input)
+
+
+def _part_sources(parts: Sequence[Any]) -> list[Source]:
+    return [
+        Source(f"input[{i}]", url=part.image_url.url, claims="image")
+        if isinstance(part, ImagePart)
+        else Source(f"input[{i}]", url=part.video_url.url, claims="video")
+        for i, part in enumerate(parts)
+    ]

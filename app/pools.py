@@ -1,0 +1,148 @@
+"""The three pools as the ingress sees them: Serve handles, and Serve's exceptions turned into ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import DeploymentStatusOverview
+
+from app.errors import FovealError
+from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
+
+RETRY_AFTER_S = {"overloaded": 1, "unavailable": 5}
+STATE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One pool at one moment: the state of each replica that answered, and what Serve says of it (None if unknown)."""
+
+    name: PoolName
+    status: DeploymentStatusOverview | None
+    replicas: Sequence[ReplicaState]
+
+    @property
+    def running(self) -> int:
+        return self._count("RUNNING")
+
+    @property
+    def state(self) -> str:
+        """healthy, idle (scaled to zero on purpose), fault, or starting / unhealthy."""
+        if self.status is None:
+            return "unknown"
+        if any(replica.fault for replica in self.replicas):
+            return "fault"
+        if self.running:
+            return "healthy"
+        if self.status.status == "HEALTHY" or self.status.status_trigger == "AUTOSCALING":
+            return "idle"
+        return "unhealthy" if self.status.status in ("UNHEALTHY", "DEPLOY_FAILED") else "starting"
+
+    @property
+    def well(self) -> bool:
+        return self.state in ("healthy", "idle")
+
+    def _count(self, state: str) -> int:
+        assert self.status is not None
+        return sum(n for name, n in self.status.replica_states.items() if str(getattr(name, "value", name)) == state)
+
+    def summary(self) -> dict[str, Any]:
+        """What `/v1/pools` tells. Counters are sums over the replicas; what replicas agree on is told once."""
+        one = self.replicas[0] if self.replicas else None
+        used = sum(r.used_tokens for r in self.replicas)
+        queue_fields = ("items", "tokens", "bytes", "cancelled", "expired", "rejected")
+        return {
+            "name": self.name,
+            "backend": one and one.backend,
+            "attention": one and one.attention,
+            "device": one and one.device,
+            "dtype": one and one.dtype,
+            "token_budgets": list(one.token_budgets) if one else None,
+            "t_capture": one and one.t_capture,
+            "max_batch_size": one and one.max_batch_size,
+            "replicas": self.running if self.status else len(self.replicas),
+            "state": self.state,
+            "faults": [r.fault for r in self.replicas if r.fault],
+            "hits": sum(r.hits for r in self.replicas),
+            "misses": sum(r.misses for r in self.replicas),
+            "padding_ratio": sum(r.budget_tokens for r in self.replicas) / used if used else None,
+            "queue": {name: sum(getattr(r.queue, name) for r in self.replicas) for name in queue_fields},
+        }
+
+
+class Pools:
+    """Calls the pools. An ingress holds one."""
+
+    def __init__(self, handles: Mapping[PoolName, DeploymentHandle]) -> None:
+        self._handles = handles
+        self._largest_budget: dict[str, int] = {}
+
+    async def encode(self, pool: PoolName, items: list[EncodeItem]) -> list[EncodeResult]:
+        """The results of `items`, in order, from one call. Asked once more if the replica dies or is broken.
+
+        Raises:
+            FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
+        """
+        results = await self._call(pool, "encode", items)
+        if any(result.error == "fault" for result in results):
+            results = await self._call(pool, "encode", items)
+        for result in results:
+            if result.error == "fault":
+                raise FovealError("unavailable", "the replica is broken and is being replaced", None, 5)
+            if result.error is not None:
+                message = "the item could not be encoded" if result.error == "internal" else result.message
+                raise FovealError(result.error, message, None, RETRY_AFTER_S.get(result.error))
+        return results
+
+    async def largest_budget(self, modality: Literal["image", "video"]) -> int:
+        """Tokens of the largest graph of the modality's pool, asked of the pool once: it depends on its device."""
+        if modality not in self._largest_budget:
+            state: ReplicaState = await self._call(modality, "state")
+            self._largest_budget[modality] = state.token_budgets[-1]
+        return self._largest_budget[modality]
+
+    async def views(self) -> list[PoolView]:
+        """Every pool, without waking one that is scaled to zero."""
+        statuses, replicas = await asyncio.gather(
+            asyncio.to_thread(self._statuses), asyncio.gather(*map(self._states, self._handles.values()))
+        )
+        return [
+            PoolView(name, statuses.get(handle.deployment_name), states)
+            for (name, handle), states in zip(self._handles.items(), replicas, strict=True)
+        ]
+
+    async def _call(self, pool: PoolName, method: str, *args: Any) -> Any:
+        for last_try in (False, True):
+            response = self._handles[pool].options(method_name=method).remote(*args)
+            try:
+                return await response
+            except RayActorError:
+                if last_try:
+                    raise FovealError("unavailable", f"two replicas of the {pool} pool died", None, 5) from None
+            except BackPressureError:
+                raise FovealError("overloaded", f"the {pool} pool is full", None, 1) from None
+            except (DeploymentUnavailableError, ReplicaUnavailableError):
+                raise FovealError("unavailable", f"the {pool} pool has no healthy replica", None, 5) from None
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
+        raise AssertionError("unreachable")
+
+    async def _states(self, handle: DeploymentHandle) -> list[ReplicaState]:
+        try:
+            response = handle.broadcast("state")
+            answers = await response.results_async(timeout_s=STATE_TIMEOUT_S, return_exceptions=True)
+        except (DeploymentUnavailableError, TimeoutError):
+            return []
+        return [answer for answer in answers if isinstance(answer, ReplicaState)]
+
+    def _statuses(self) -> Mapping[str, DeploymentStatusOverview]:
+        app = serve.status().applications.get(serve.get_replica_context().app_name)
+        return {} if app is None else app.deployments

@@ -1,0 +1,23 @@
+"""The pool `video`: video graphs with room for `max_batch_size * t_capture` segments.
+
+Takes videos of at most `t_capture` temporal patches that fit its largest budget.
+"""
+
+from __future__ import annotations
+
+from ray import serve
+
+from configs.settings import Settings
+from deployments.batcher import BatchLimits
+from deployments.pool import POOL_OPTIONS, PoolReplica, graph_budgets
+
+
+class VideoReplica(PoolReplica):
+    def __init__(self, settings: Settings) -> None:
+        own = settings.video
+        budgets = graph_budgets(settings, own)
+        limits = BatchLimits(tokens=budgets[-1], items=own.max_batch_size, segments=own.max_batch_size * own.t_capture)
+        super().__init__("video", settings, own, limits, {"video": budgets})
+
+
+VideoGraph = serve.deployment(name="VideoGraph", **POOL_OPTIONS)(VideoReplica)
