@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, PositiveFloat, PositiveInt, model_validator
 
 BYTES_PER_TOKEN = 2 * 3 * 32 * 32  # uint8 RGB pixels under one token of a video
 
@@ -77,6 +77,9 @@ class FetchSettings(_Strict):
         tuple[str, ...], Field(description='host names, or "*.example.org"; empty: any public host')
     ] = ()
     max_bytes: PositiveInt = 64 * 1024 * 1024
+    allow_networks: Annotated[
+        tuple[IPvAnyNetwork, ...], Field(description="networks that may be reached although they are not public")
+    ] = ()
     timeout_s: PositiveFloat = 15.0
     max_redirects: Annotated[int, Field(ge=0)] = 3
 
