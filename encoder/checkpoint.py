@@ -10,13 +10,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from encoder.qwen3_vl import Qwen3VLVisionEncoder, VisionConfig
 
@@ -63,12 +63,14 @@ def read_vision_config(folder: Path) -> VisionConfig:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    vision = config.get("vision_config", config)
+    vision = config.get("vision_config", config) if isinstance(config, dict) else None
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"{path} holds no vision_config")
     if vision.get("model_type") not in ("qwen3_vl", "qwen3_vl_vision"):
         raise CheckpointError(f"{path}: not a Qwen3-VL model (vision model_type {vision.get('model_type')!r})")
     try:
         return VisionConfig.from_dict(vision)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -85,9 +87,7 @@ def load_vision_encoder(
         encoder = Qwen3VLVisionEncoder(config, **encoder_options)
     expected = {name: tuple(p.shape) for name, p in encoder.state_dict().items()}
     files = _tensor_files(folder)
-    prefix = next((p for p in _PREFIXES if any(n.startswith(p + "patch_embed.") for n in files)), None)
-    if prefix is None:
-        raise CheckpointError(f"{folder} holds no vision tower (no tensor named *patch_embed.*)")
+    prefix = _tower_prefix(files, folder)
     tower = {n.removeprefix(prefix): n for n in files if n.startswith(prefix)}
     # Older transformers saved the rotary frequencies; they are computed here.
     tower.pop("rotary_pos_emb.inv_freq", None)
@@ -118,15 +118,27 @@ def _some(names: list[str]) -> str:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it."""
     if (folder / _INDEX).is_file():
-        try:
-            weight_map: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder / _INDEX} cannot be read: {error!r}") from error
-        return {name: folder / file for name, file in weight_map.items()}
+        return {name: folder / file for name, file in _weight_map(folder / _INDEX).items()}
     if not (folder / _SINGLE).is_file():
         raise CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
     with _open(folder / _SINGLE) as tensors:
         return dict.fromkeys(tensors.keys(), folder / _SINGLE)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return dict(weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}") from error
+
+
+def _tower_prefix(names: Iterable[str], where: object) -> str:
+    """What stands before the tower's own tensor names."""
+    for prefix in _PREFIXES:
+        if any(name.startswith(prefix + "patch_embed.") for name in names):
+            return prefix
+    raise CheckpointError(f"{where} holds no vision tower (no tensor named *patch_embed.*)")
 
 
 @contextmanager
@@ -134,10 +146,7 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # safetensors has an exception class of its own and also raises OSError; both mean that the file is unusable.
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -156,12 +165,16 @@ def _download(model: str) -> Path:
             except EntryNotFoundError:
                 continue
         try:
-            weight_map = json.loads(get(_INDEX).read_text())["weight_map"]
+            index = get(_INDEX)
         except EntryNotFoundError:
             get(_SINGLE)
         else:
-            for name in {f for n, f in weight_map.items() if n.startswith(_PREFIXES[:2])}:
+            weight_map = _weight_map(index)
+            prefix = _tower_prefix(weight_map, model)
+            for name in sorted({file for tensor, file in weight_map.items() if tensor.startswith(prefix)}):
                 get(name)
+    except CheckpointError:
+        raise
     except Exception as error:
         # The hub client raises its own, requests' and OS errors: each means that the checkpoint cannot be had.
         raise CheckpointError(f"model {model!r} cannot be downloaded: {error}") from error

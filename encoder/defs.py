@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,10 +110,3 @@ class GraphStats:
     @property
     def padding_ratio(self) -> float | None:
         return self.budget_tokens / self.used_tokens if self.used_tokens else None
-
-
-def total_specs(specs: Sequence[EncoderItemSpec]) -> EncoderItemSpec:
-    """The sum of several items' sizes."""
-    return EncoderItemSpec(
-        sum(s.num_patches for s in specs), sum(s.num_tokens for s in specs), sum(s.num_seqs for s in specs)
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -64,7 +64,7 @@ class CudaGraph:
 
     backend = "cuda-graph"
 
-    def __init__(self, run: Callable[[], None], pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+    def __init__(self, run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from encoder.budgets import Batch, CostTable, PackLimits, find_budget, plan_batches, validate_budgets
+from encoder.budgets import Batch, CostTable, PackLimits, plan_batches, validate_budgets
 from encoder.defs import (
     BudgetGraphMetadata,
     EncoderItemSpec,
@@ -19,14 +19,11 @@ from encoder.defs import (
     MmKwargs,
     Modality,
     Reason,
-    total_specs,
 )
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph, StaticBuffers
 from encoder.interface import SupportsEncoderCudaGraph
 
 logger = logging.getLogger(__name__)
-
-_TIMED_EAGER_TOKENS = (64, 1024)
 
 
 class EncoderCudaGraphManager:
@@ -202,42 +199,41 @@ class EncoderCudaGraphManager:
         whole = batch.indices == tuple(range(len(specs)))
         part = mm_kwargs if whole else self.model.select_encoder_cudagraph_items(mm_kwargs, batch.indices)
         chosen = [specs[i] for i in batch.indices]
-        reason, output = batch.reason, None
-        if batch.budget is not None:
-            output = self._run_budget_graph(modality, part, chosen, batch.budget)
-            reason = None if output is not None else "batch_over_segments"
-        if output is None:
+        reason, static = batch.reason, None
+        if batch.budget is None:
             self._count_misses(len(chosen), reason)
+        else:
+            static = self._run_budget_graph(modality, part, chosen, batch.budget)
+            reason = None if static is not None else "batch_over_segments"
+        if static is None:
             rows = self.model.encoder_eager_forward(part)
         else:
-            rows = output
-        if output is not None:
-            # The static output is the next replay's: what leaves is a copy, one for the batch if widths agree.
-            widths = {columns[i] for i in batch.indices}
+            # The static output is the next replay's: what leaves is a copy.
             used = sum(spec.num_tokens for spec in chosen)
-            if len(widths) == 1:
-                rows = rows[:used, : widths.pop()].clone(memory_format=torch.contiguous_format)
+            widest = max(columns[i] for i in batch.indices)
+            rows = static[:used, :widest].clone(memory_format=torch.contiguous_format)
         results, start = [], 0
         for index, spec in zip(batch.indices, chosen, strict=True):
-            item = rows[start : start + spec.num_tokens, : columns[index]]
+            item = rows[start : start + spec.num_tokens, : columns[index]].contiguous()
             start += spec.num_tokens
-            if rows is output:
-                item = item.clone(memory_format=torch.contiguous_format)
             results.append(
-                ItemOutput(item, "eager", reason) if output is None else ItemOutput(item, "graph", None, batch.budget)
+                ItemOutput(item, "eager", reason) if static is None else ItemOutput(item, "graph", None, batch.budget)
             )
         return results
 
     def _run_budget_graph(
         self, modality: Modality, mm_kwargs: MmKwargs, specs: Sequence[EncoderItemSpec], token_budget: int
     ) -> torch.Tensor | None:
-        """The static output after a replay, valid until the next one; None if the batch breaks a captured limit."""
+        """The static output after a replay, valid until the next one; None, and its items counted as misses, if the
+        batch breaks a captured limit."""
         graph = self.budget_graphs[modality][token_budget]
-        total = total_specs(specs)
-        if graph.max_num_seqs > 0 and self.model.get_encoder_cudagraph_num_seqs(mm_kwargs) > graph.max_num_seqs:
-            return None
-        replay = self.model.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, token_budget, self.max_batch_size)
-        if not replay.fits or total.num_tokens > token_budget:
+        used = sum(spec.num_tokens for spec in specs)
+        actual = self.model.get_encoder_cudagraph_num_seqs(mm_kwargs)
+        replay = None
+        if used <= token_budget and not (graph.max_num_seqs > 0 and actual > graph.max_num_seqs):
+            replay = self.model.prepare_encoder_cudagraph_replay_buffers(mm_kwargs, token_budget, self.max_batch_size)
+        if replay is None or not replay.fits:
+            self._count_misses(len(specs), "batch_over_segments")
             return None
         for name in self.config.buffer_keys:
             value = replay.buffers.get(name)
@@ -250,7 +246,7 @@ class EncoderCudaGraphManager:
         counters.hits += len(specs)
         counters.replays += 1
         counters.budget_tokens += token_budget
-        counters.used_tokens += total.num_tokens
+        counters.used_tokens += used
         by_budget = counters.hits_by_budget.setdefault(modality, {})
         by_budget[token_budget] = by_budget.get(token_budget, 0) + len(specs)
         return graph.output
@@ -264,7 +260,7 @@ class EncoderCudaGraphManager:
 
     def _detect_modality(self, mm_kwargs: MmKwargs) -> Modality:
         found = [m for m in self.config.modalities if self._get_input_key(m) in mm_kwargs]
-        if len(self.config.modalities) > 1 and self.config.modality_input_keys is None and found:
+        if found and self.config.modality_input_keys is None:
             return found[0]
         if len(found) != 1:
             keys = ", ".join(self._get_input_key(m) for m in self.config.modalities)
@@ -274,10 +270,6 @@ class EncoderCudaGraphManager:
     def _get_input_key(self, modality: Modality) -> str:
         keys = self.config.modality_input_keys or {}
         return keys.get(modality, self.config.input_key)
-
-    def find_budget(self, modality: Modality, num_tokens: int) -> int | None:
-        """The smallest captured budget with room for `num_tokens`."""
-        return find_budget(self.token_budgets.get(modality, []), num_tokens)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, in items, and what is captured. JSON-able."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> VisionConfig:
-        """Raises ValueError for a tower of another architecture."""
+        """Raises ValueError, which names the field, for a tower that is impossible or of another architecture."""
         fixed = {
             "patch_size": PATCH,
             "temporal_patch_size": TEMPORAL,
@@ -63,11 +64,29 @@ class VisionConfig:
         if missing:
             raise ValueError(f"vision_config lacks {', '.join(missing)}")
         rope = config.get("rope_parameters") or {}
-        return cls(
-            **{n: int(config[n]) for n in names},
-            deepstack_visual_indexes=tuple(config["deepstack_visual_indexes"]),
+        tower = cls(
+            **{n: _whole(n, config[n]) for n in names},
+            deepstack_visual_indexes=tuple(config["deepstack_visual_indexes"] or ()),
             rope_theta=float(rope.get("rope_theta", 10000.0)),
         )
+        tower._check()
+        return tower
+
+    def _check(self) -> None:
+        if self.hidden_size % self.num_heads or self.head_dim % 4:
+            raise ValueError(
+                f"vision_config.num_heads ({self.num_heads}) must divide hidden_size ({self.hidden_size}) "
+                "into heads of a multiple of 4"
+            )
+        levels = list(self.deepstack_visual_indexes)
+        if levels != sorted(set(levels) & set(range(self.depth))):
+            raise ValueError(
+                f"vision_config.deepstack_visual_indexes must be ascending blocks below {self.depth}, got {levels}"
+            )
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError(
+                f"vision_config.num_position_embeddings must be a square, got {self.num_position_embeddings}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -77,6 +96,12 @@ class VisionConfig:
     def width(self) -> int:
         """Columns of an output row: [main | deepstack 0 | deepstack 1 | ...]."""
         return self.out_hidden_size * (1 + len(self.deepstack_visual_indexes))
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"vision_config.{name} must be a whole number above 0, got {value!r}")
+    return value
 
 
 class _Mlp(nn.Module):
@@ -346,7 +371,7 @@ class Qwen3VLVisionEncoder(nn.Module):
 
     def _compute_positions(self, h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config, device = self.config, self.device
-        side = round(config.num_position_embeddings**0.5)
+        side = math.isqrt(config.num_position_embeddings)
         y = torch.arange(h, device=device)[:, None].expand(h, w)
         x = torch.arange(w, device=device)[None, :].expand(h, w)
         y, x = (p.reshape(h // MERGE, MERGE, w // MERGE, MERGE).transpose(1, 2).reshape(-1) for p in (y, x))
