@@ -1,0 +1,86 @@
+"""The child of `DecodePool`: `python -m app.media.worker FD` decodes what comes over the socket FD until it closes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from app.errors import FovealError
+from app.media.decode import decode, decode_frames
+from app.media.pool import receive, send, shared_memory
+from app.media.types import DecodedMedia, MediaOptions
+from configs.processor import PixelRange, ProcessorConfig
+from configs.settings import Limits
+
+# Measured on the worst legal pictures (alpha, 16 bit): about 16 bytes a pixel; the rest is for codecs and frames.
+_BYTES_PER_PIXEL = 24
+_BYTES_BESIDES = 1 << 30
+
+
+def main(channel: socket.socket) -> None:
+    torch.set_num_threads(1)
+    hello, _ = receive(channel)
+    limits = Limits(**hello["limits"])
+    processor = _processor(hello["processor"])
+    _bound_memory(_BYTES_PER_PIXEL * limits.max_pixels + _BYTES_BESIDES)
+    send(channel, {"ready": True})
+    while True:
+        try:
+            request, fd = receive(channel)
+        except EOFError:
+            return
+        if fd is None:
+            return
+        try:
+            media = _run(request, fd, processor, limits)
+        except FovealError as e:
+            send(channel, {"code": e.code, "message": e.message, "param": e.param})
+        except MemoryError:
+            message = "decoding needs more memory than a decoder may use"
+            send(channel, {"code": "too_many_pixels", "message": message, "param": None})
+        else:
+            stamps = None if media.timestamps is None else media.timestamps.tolist()
+            frames = shared_memory([media.frames.data])
+            send(channel, {"modality": media.modality, "shape": media.frames.shape, "timestamps": stamps}, frames)
+            os.close(frames)
+
+
+def _run(request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
+    options = MediaOptions(**request["options"])
+    sizes: list[int] = request["sizes"]
+    try:
+        if not sum(sizes):
+            raise FovealError("empty_body", "the item has no bytes")
+        with mmap.mmap(fd, sum(sizes), access=mmap.ACCESS_READ) as memory:
+            data = memory[:]
+    finally:
+        os.close(fd)
+    if request["task"] == "decode":
+        return decode(data, options, processor, limits)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    images = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return decode_frames(images, options, processor, limits)
+
+
+def _processor(values: dict[str, Any]) -> ProcessorConfig:
+    ranges = {name: PixelRange(**values[name]) for name in ("image", "video")}
+    means = {name: tuple(values[name]) for name in ("image_mean", "image_std")}
+    return ProcessorConfig(**{**values, **ranges, **means})
+
+
+def _bound_memory(room: int) -> None:
+    """Lets the address space grow by `room` bytes and no more, so that a decoder fails instead of the machine."""
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + room, hard))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
