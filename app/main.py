@@ -1,7 +1,6 @@
 """The application that `serve run serve_config.yaml` builds."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve reads the builder's annotation to validate `args:` with it.
 from ray.serve import Application
 
 from app.ingress import Ingress

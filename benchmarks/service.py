@@ -1,0 +1,127 @@
+"""Starts the service as its users do, `serve run` on a config file, on free ports and a Ray instance of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Service:
+    """A running service; a context manager that leaves no process and no file behind.
+
+    Args:
+        change: edits the decoded serve_config.yaml before it is used.
+        env: environment variables over the present ones.
+        timeout_s: seconds until every pool must be well.
+    """
+
+    def __init__(
+        self,
+        change: Callable[[dict[str, Any]], None] | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        # Ray's sockets live under this folder, and a socket's path has at most 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="fov", dir="/tmp"))
+        config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        config["http_options"]["port"] = free_port()
+        if change is not None:
+            change(config)
+        (self._folder / "config.yaml").write_text(yaml.safe_dump(config))
+        self.url = f"http://127.0.0.1:{config['http_options']['port']}"
+        self.log = self._folder / "log.txt"
+        self._timeout_s = timeout_s
+        self._env = {
+            **os.environ,
+            "RAY_ADDRESS": "local",
+            "RAY_TMPDIR": str(self._folder),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **(env or {}),
+        }
+        self.start_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        started = time.monotonic()
+        command = [str(Path(sys.executable).parent / "serve"), "run", str(self._folder / "config.yaml")]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            while not self._healthy():
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"the service ended:\n{self.log.read_text()}")
+                if time.monotonic() - started > self._timeout_s:
+                    raise RuntimeError(f"the service did not start in {self._timeout_s} s:\n{self.log.read_text()}")
+                time.sleep(0.2)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.start_seconds = time.monotonic() - started
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = self.processes()
+        self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        for pid in family:
+            if _parent(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def processes(self) -> list[int]:
+        """Process ids of the service: `serve run` and all that descends from it."""
+        parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+        family = [self._process.pid]
+        for pid in family:
+            family.extend(child for child, parent in parents.items() if parent == pid)
+        return family
+
+    def pss_bytes(self) -> dict[int, int]:
+        """Proportional set size of each process: shared pages are counted once over all of them."""
+        sizes = {}
+        for pid in self.processes():
+            try:
+                rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            except OSError:
+                continue
+            sizes[pid] = sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
+        return sizes
+
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _parent(pid: int) -> int | None:
+    """The parent's id, or None if the process is gone or a zombie."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
