@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from app.errors import FovealError
 from app.formats.dtypes import cast
 from app.formats.types import EncodedItem
 from app.inputs import Source
-from app.media.decode import decode
 from app.media.fetch import fetch
+from app.media.pool import DecodePool
 from app.media.types import DecodedMedia
 from app.pools import Pools
 from app.routing import choose_pool
@@ -42,12 +41,12 @@ class Timings:
 
 
 class Pipeline:
-    """Decodes on a bounded thread pool, routes, and calls the pools. One an ingress replica."""
+    """Has media decoded in child processes, routes, and calls the pools. One an ingress replica."""
 
     def __init__(self, settings: Settings, processor: ProcessorConfig, pools: Pools) -> None:
         self._settings, self._processor, self._pools = settings, processor, pools
-        threads = settings.decode_threads or len(os.sched_getaffinity(0))
-        self._decoders = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._decoder = DecodePool(processor, settings.limits)
+        self._waiters = ThreadPoolExecutor(settings.limits.decode_processes, thread_name_prefix="decode")
 
     async def run(self, sources: Sequence[Source], options: EncodeOptions, timings: Timings) -> list[EncodedItem]:
         """The encoded items, in the order of `sources`.
@@ -79,7 +78,7 @@ class Pipeline:
                 media_options = replace(media_options, modality=source.claims)
             started = time.perf_counter()
             media = await asyncio.get_running_loop().run_in_executor(
-                self._decoders, decode, data, media_options, self._processor, self._settings.limits
+                self._waiters, self._decoder.decode, data, media_options
             )
             timings.note("decode", time.perf_counter() - started)
             return media

@@ -99,9 +99,6 @@ class Settings(_Strict):
     long_video: Annotated[Literal["eager"], Field(description="where videos over t_capture go")] = "eager"
     limits: Limits = Limits()
     fetch: FetchSettings = FetchSettings()
-    decode_threads: Annotated[
-        PositiveInt | None, Field(description="pictures and clips that one ingress decodes at once; null: one a core")
-    ] = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

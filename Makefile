@@ -1,0 +1,42 @@
+# make serve   install what the service needs into .venv and serve on http://127.0.0.1:8000
+# make test    install what the tests need as well, and run them
+# make lint    ruff and mypy
+PYTHON ?= python3
+CONFIG ?= serve_config.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+export RAY_USAGE_STATS_ENABLED := 0
+# Serve's own proxy drops the headers by which a client could override the service's limits.
+export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH := app.middleware.at_proxy
+
+.PHONY: serve test lint footprint clean
+
+serve: $(VENV)/.serve
+	$(BIN)/serve run $(CONFIG)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+footprint: $(VENV)/.test
+	$(BIN)/python -m benchmarks.footprint
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+# torchvision is only the tests' reference. It lies beside the environment, so that what tests start runs without it.
+$(VENV)/.test: $(VENV)/.serve
+	$(PIP) --editable ".[test]"
+	$(PIP) --no-deps --upgrade --target $(VENV)/reference torchvision
+	touch $@
