@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -86,13 +87,23 @@ class Service:
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def processes(self) -> list[int]:
-        """Process ids of the service: `serve run` and all that descends from it."""
+    def processes(self, title: str = "") -> list[int]:
+        """Process ids of the service, `serve run` and all that descends from it, whose command line has `title`."""
         parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
         family = [self._process.pid]
         for pid in family:
             family.extend(child for child, parent in parents.items() if parent == pid)
-        return family
+        return [pid for pid in family if title in _command_line(pid)]
+
+    def log_records(self, request_id: str) -> list[dict[str, Any]]:
+        """The log lines of a request, decoded. Ray forwards them to the driver's output a moment later."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            lines = [line for line in self.log.read_text().splitlines() if f'{{"id": "{request_id}"' in line]
+            if lines:
+                return [json.loads(line[line.index("{") :]) for line in lines]
+            time.sleep(0.1)
+        return []
 
     def pss_bytes(self) -> dict[int, int]:
         """Proportional set size of each process: shared pages are counted once over all of them."""
@@ -116,6 +127,13 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def _parent(pid: int) -> int | None:
