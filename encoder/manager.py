@@ -75,7 +75,8 @@ class EncoderCudaGraphManager:
 
     # --- capture ---
 
-    @torch.inference_mode()
+    # Not inference mode: its tensors cannot be written outside of it, and the static buffers are anyone's to write.
+    @torch.no_grad()
     def capture(self) -> None:
         """Captures all budgets of all modalities, largest first, in one memory pool.
 
