@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
@@ -13,7 +15,8 @@ from PIL import Image
 from app.errors import FovealError
 from app.media.deadline import Deadline
 from app.media.detect import Detected, detect
-from app.media.image import animation_frames, is_animation, open_picture, still_rgb, to_rgb
+from app.media.gif import GifAnimation
+from app.media.image import PillowAnimation, open_picture, still_rgb, to_rgb
 from app.media.library import library_call
 from app.media.resize import resize_into, smart_resize_image, smart_resize_video
 from app.media.sampling import Clock, choose, count_sampled, make_clock, pair_timestamps
@@ -32,6 +35,7 @@ def decode(data: bytes | memoryview, options: MediaOptions, processor: Processor
         FovealError: a 4xx; its `param` names the option at fault, if one is.
     """
     deadline = Deadline(limits.decode_timeout_s)
+    data = bytes(data)
     detected = detect(data)
     if detected.reader == "ffmpeg":
         if options.modality == "image":
@@ -46,12 +50,12 @@ def decode(data: bytes | memoryview, options: MediaOptions, processor: Processor
             deadline,
         )
         return _video(frames, [clock.seconds(i) for i in indices], processor)
-    image = open_picture(data, detected, limits.max_pixels, deadline)
-    if options.modality != "image" and is_animation(image, detected):
-        return _decode_animation(image, detected, options, processor, limits, deadline)
+    picture, animation = _open(data, detected, limits, deadline)
+    if options.modality != "image" and len(animation) > 1:
+        return _decode_animation(animation, detected, options, processor, limits, deadline)
     if options.modality == "video":
         raise FovealError("modality_mismatch", f"modality is video, the content is a {detected.name} still", "modality")
-    return _decode_still(image, detected, options, processor, limits, deadline)
+    return _decode_still(picture, options, processor, limits)
 
 
 def decode_frames(
@@ -84,10 +88,10 @@ def decode_frames(
         detected = detect(images[index])
         if detected.reader == "ffmpeg":
             raise FovealError("modality_mismatch", f"frame {index} of the list is {detected.name}, not a still")
-        image = open_picture(images[index], detected, limits.max_pixels, deadline)
-        if is_animation(image, detected):
+        still, animation = _open(images[index], detected, limits, deadline)
+        if len(animation) > 1:
             raise FovealError("modality_mismatch", f"frame {index} of the list is an animated {detected.name}")
-        picture = still_rgb(image, detected)
+        picture = still.rgb()
         if frames is None:
             shape = picture.shape
             frames = np.empty((wanted, 3, *size(wanted, *shape[:2])), dtype=np.uint8)
@@ -105,20 +109,40 @@ def check_fps(fps: float) -> None:
         raise FovealError("invalid_option", "fps must be a finite number above 0", "fps")
 
 
-def _decode_still(
-    image: Image.Image,
-    detected: Detected,
-    options: MediaOptions,
-    processor: ProcessorConfig,
-    limits: Limits,
-    deadline: Deadline,
-) -> DecodedMedia:
+class _Animation(Protocol):
+    width: int
+    height: int
+
+    def __len__(self) -> int: ...
+
+    def delays(self, deadline: Deadline) -> list[int]: ...
+
+    def frames(self, deadline: Deadline) -> Iterator[Image.Image]: ...
+
+
+@dataclass(frozen=True)
+class _Still:
+    """A picture whose header has been read; `rgb()` decodes it to uint8 [H, W, 3]."""
+
+    width: int
+    height: int
+    rgb: Callable[[], np.ndarray]
+
+
+def _open(data: bytes, detected: Detected, limits: Limits, deadline: Deadline) -> tuple[_Still, _Animation]:
+    """The same bytes as a still and as an animation, nothing decoded yet."""
+    if detected.name == "GIF":
+        gif = GifAnimation(data, limits.max_pixels)
+        return _Still(gif.width, gif.height, lambda: to_rgb(next(gif.frames(deadline)))), gif
+    image = open_picture(data, detected, limits.max_pixels, deadline)
+    return _Still(image.width, image.height, lambda: still_rgb(image, detected)), PillowAnimation(image, detected)
+
+
+def _decode_still(still: _Still, options: MediaOptions, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
     pixels = _pixel_range("image", options, processor, limits)
     # Refused before any pixel is decoded; turning the picture upright swaps the sides and changes neither check.
-    target = smart_resize_image(image.height, image.width, processor.factor, pixels)
-    _check_tokens((1, *target), processor, limits)
-    picture = still_rgb(image, detected)
-    deadline.check()
+    _check_tokens((1, *smart_resize_image(still.height, still.width, processor.factor, pixels)), processor, limits)
+    picture = still.rgb()
     height, width = smart_resize_image(picture.shape[0], picture.shape[1], processor.factor, pixels)
     frames = np.empty((1, 3, height, width), dtype=np.uint8)
     resize_into(picture, frames[0])
@@ -126,7 +150,7 @@ def _decode_still(
 
 
 def _decode_animation(
-    image: Image.Image,
+    animation: _Animation,
     detected: Detected,
     options: MediaOptions,
     processor: ProcessorConfig,
@@ -134,19 +158,21 @@ def _decode_animation(
     deadline: Deadline,
 ) -> DecodedMedia:
     pixels = _pixel_range("video", options, processor, limits)
-    delays = [delay for _, delay in animation_frames(image, detected, deadline)]
-    shown = np.cumsum([0, *delays])
-    clock = make_clock([int(t) for t in shown[:-1]], Fraction(1, 1000), None, length=int(shown[-1]))
-    indices = choose(clock, _counter(options, processor, limits)(clock))
-    height, width = _sizer(pixels, processor, limits)(len(indices), image.height, image.width)
+    count = _counter(options, processor, limits)
+    starts = [0, *accumulate(animation.delays(deadline))]
+    clock = make_clock(starts[:-1], Fraction(1, 1000), None, length=starts[-1])
+    indices = choose(clock, count(clock))
+    height, width = _sizer(pixels, processor, limits)(len(indices), animation.height, animation.width)
     frames = np.empty((len(indices), 3, height, width), dtype=np.uint8)
-    for index, (frame, _) in enumerate(animation_frames(image, detected, deadline)):
-        slots = [slot for slot, wanted in enumerate(indices) if wanted == index]
-        if slots:
+    slot = 0
+    for index, shown in enumerate(animation.frames(deadline)):
+        while slot < len(indices) and indices[slot] == index:
             with library_call(detected.name):
-                picture = to_rgb(frame)
-            for slot in slots:
-                resize_into(picture, frames[slot])
+                picture = to_rgb(shown)
+            resize_into(picture, frames[slot])
+            slot += 1
+        if slot == len(indices):
+            break
     return _video(frames, [clock.seconds(i) for i in indices], processor)
 
 

@@ -46,16 +46,43 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
         )
 
 
-def is_animation(image: Image.Image, detected: Detected) -> bool:
-    """Several frames that are shown one after the other; the pages of a TIFF or the views of an MPO are not."""
-    if detected.name not in ("GIF", "PNG", "WebP", "AVIF"):
-        return False
-    with library_call(detected.name):
-        return getattr(image, "n_frames", 1) > 1
+class PillowAnimation:
+    """A PNG, WebP or AVIF of one frame or more; a PNG's default image that is no part of its animation is left out.
+
+    The pages of a TIFF and the views of an MPO are not shown one after the other: those are stills.
+    """
+
+    def __init__(self, image: Image.Image, detected: Detected) -> None:
+        self._image, self._name = image, detected.name
+        self.width, self.height = image.size
+        with library_call(self._name):
+            total = image.n_frames if detected.name in ("PNG", "WebP", "AVIF") else 1  # type: ignore[attr-defined]
+            first = 1 if total > 1 and image.info.get("default_image") else 0
+        self._indices = range(first, total)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def delays(self, deadline: Deadline) -> list[int]:
+        """Milliseconds that each frame is shown; plugins tell them only while they decode."""
+        return [round(float(image.info.get("duration") or 0)) or 100 for image in self.frames(deadline)]
+
+    def frames(self, deadline: Deadline) -> Iterator[Image.Image]:
+        """Each frame, composed on the canvas; one image that changes.
+
+        Raises:
+            FovealError: `undecodable_media` when a frame is damaged or missing; `decode_timeout`.
+        """
+        for index in self._indices:
+            deadline.check()
+            with library_call(self._name):
+                self._image.seek(index)
+                self._image.load()
+            yield self._image
 
 
 def still_rgb(image: Image.Image, detected: Detected) -> np.ndarray:
-    """uint8 [H, W, 3] of a picture, or of an animation's first frame: upright by EXIF, alpha over white.
+    """uint8 [H, W, 3] of a picture, or of an animation's default image: upright by EXIF, alpha over white.
 
     Raises:
         FovealError: `undecodable_media`.
@@ -63,26 +90,6 @@ def still_rgb(image: Image.Image, detected: Detected) -> np.ndarray:
     with library_call(detected.name):
         image.load()
         return to_rgb(ImageOps.exif_transpose(image))
-
-
-def animation_frames(image: Image.Image, detected: Detected, deadline: Deadline) -> Iterator[tuple[Image.Image, int]]:
-    """Each shown frame, composed on its canvas, with its delay in milliseconds (a delay of 0 counts 100).
-
-    A PNG's default image that is no part of its animation is left out.
-
-    Raises:
-        FovealError: `undecodable_media` when a frame is damaged or missing; `decode_timeout`.
-    """
-    with library_call(detected.name):
-        first = 1 if image.info.get("default_image") else 0
-        total = image.n_frames  # type: ignore[attr-defined]
-    for index in range(first, total):
-        deadline.check()
-        with library_call(detected.name):
-            image.seek(index)
-            image.load()
-            delay = round(float(image.info.get("duration") or 0)) or 100
-        yield image, delay
 
 
 def to_rgb(image: Image.Image) -> np.ndarray:

@@ -73,6 +73,8 @@ def decode_clip(
 class _Clip:
     def __init__(self, data: bytes | memoryview, detected: Detected, max_pixels: int, deadline: Deadline) -> None:
         self._data, self._detected, self._max_pixels, self._deadline = data, detected, max_pixels, deadline
+        # One converter for all frames, on this thread: setting up a thread pool a frame costs more than converting.
+        self._converter = av.video.reformatter.VideoReformatter()
         self._time_base = Fraction(1)
         self._header_rate: Fraction | None = None
 
@@ -106,7 +108,8 @@ class _Clip:
 
     def _take(self, frame: Any, sampled: Sampled, repeats: int, total: int, size: Sizer) -> None:
         with library_call(self._detected.name):
-            picture = upright(frame.to_ndarray(format="rgb24"), _display_matrix(frame))
+            rgb = self._converter.reformat(frame, format="rgb24", threads=1)
+            picture = upright(rgb.to_ndarray(), _display_matrix(frame))
         if sampled.frames is None:
             height, width = size(total, *picture.shape[:2])
             sampled.frames = np.empty((total, 3, height, width), dtype=np.uint8)
