@@ -1,8 +1,10 @@
 # make serve   install what the service needs into .venv and serve on http://127.0.0.1:8000
+#              (HAPROXY=1: through HAProxy, half the overhead; its statistics then listen on all interfaces)
 # make test    install what the tests need as well, and run them
 # make lint    ruff and mypy
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
+HAPROXY ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -10,6 +12,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export RAY_USAGE_STATS_ENABLED := 0
 # Serve's own proxy drops the headers by which a client could override the service's limits.
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH := app.middleware.at_proxy
+export RAY_SERVE_ENABLE_HA_PROXY := $(HAPROXY)
+# An ingress that refuses work when full is not down: HAProxy is not to judge it by its answers.
+export RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED := 0
 
 .PHONY: serve test lint footprint clean
 

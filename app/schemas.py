@@ -117,6 +117,8 @@ def parse_body(decoded: Any) -> EncodeBody:
 
 def _invalid(error: ValidationError, code: str) -> FovealError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    # `input[1]` names a part as every other error does; what lies below it goes into the message.
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    param = where.split("]")[0] + "]" if "]" in where else where
     message = "unknown name" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
-    return FovealError(code, f"{param}: {message}" if param else message, param or None)
+    return FovealError(code, f"{where}: {message}" if where else message, param or None)

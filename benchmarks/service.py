@@ -52,6 +52,7 @@ class Service:
             "RAY_ADDRESS": "local",
             "RAY_TMPDIR": str(self._folder),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
             **(env or {}),
         }
         self.start_seconds = 0.0

@@ -173,6 +173,11 @@ def test_concurrent_clients_get_their_own_answers(service: Service, reference: R
     assert counters() == {"image": (32, 0), "video": (16, 0), "eager": (0, 16)}
 
 
+def test_a_client_cannot_override_serves_own_rules(client: httpx.Client) -> None:
+    headers = {"x-request-timeout-seconds": "0.001", "x-request-disconnect-disabled": "?1"}
+    assert client.post("/v1/encode", content=png(256, 256, 13).data, headers=headers).status_code == 200
+
+
 def test_headers_and_log_line(service: Service, client: httpx.Client) -> None:
     sample = png(256, 256, 12)
     answer = client.post("/v1/encode", content=sample.data, headers={"x-request-id": "the-callers-own"})

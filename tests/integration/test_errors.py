@@ -26,9 +26,10 @@ HTML = b"<!doctype html><html><body><h1>404 Not Found</h1></body></html>"
 
 def clip_without_frames() -> bytes:
     file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
+    with av.open(file, "w", format="mp4", options={"movflags": "empty_moov"}) as container:
         stream = container.add_stream("libx264", rate=2)
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        container.start_encoding()
     return file.getvalue()
 
 
@@ -107,7 +108,10 @@ def form(*files: bytes, **fields: str) -> dict[str, Any]:
             id="bad base64",
         ),
         pytest.param(
-            {"content": b"--x\r\nnonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}},
+            {
+                "content": b"--x\r\nA: b\r\n\r\nc\r\n--x--\r\n",
+                "headers": {"content-type": "multipart/form-data; boundary=x"},
+            },
             400,
             "malformed_request",
             None,

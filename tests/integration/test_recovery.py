@@ -1,4 +1,4 @@
-"""Parts that die and clients that leave. Runs last: it kills a replica of the shared service."""
+"""Parts that die and clients that leave."""
 
 from __future__ import annotations
 

@@ -1,0 +1,289 @@
+"""The decision what to batch, and the threads around it, with a runner that the test holds and lets go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.batcher import Batcher, BatchLimits, Size, count_that_fit
+from deployments.protocol import EncodeItem, EncodeResult
+from encoder.runner import EncodeOutput, EncodeRequest
+
+SIZES = st.lists(
+    st.builds(Size, st.sampled_from(["image", "video"]), st.integers(1, 40), st.integers(1, 12)), max_size=40
+)
+LIMITS = st.builds(BatchLimits, st.integers(1, 100), st.integers(1, 8), st.integers(1, 30))
+
+
+@given(SIZES, LIMITS)
+def test_a_batch_keeps_every_limit_and_is_as_long_as_it_can_be(waiting: list[Size], limits: BatchLimits) -> None:
+    count = count_that_fit(waiting, limits)
+    batch = waiting[:count]
+    assert count >= bool(waiting)
+    assert len({size.modality for size in batch}) <= 1
+    if count > 1:
+        assert within(batch, limits)
+    if count < len(waiting):
+        longer = waiting[: count + 1]
+        assert len({size.modality for size in longer}) > 1 or not within(longer, limits)
+
+
+@given(SIZES, LIMITS)
+def test_batches_take_everything_once_and_in_order(waiting: list[Size], limits: BatchLimits) -> None:
+    rest, taken = list(waiting), []
+    while rest:
+        count = count_that_fit(rest, limits)
+        taken += rest[:count]
+        rest = rest[count:]
+    assert taken == waiting
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        (BatchLimits(100, 10, 100), 4),
+        (BatchLimits(35, 10, 100), 3),
+        (BatchLimits(100, 2, 100), 2),
+        (BatchLimits(100, 10, 11), 2),
+        (BatchLimits(5, 10, 100), 1),
+    ],
+)
+def test_each_limit_alone(limits: BatchLimits, count: int) -> None:
+    assert count_that_fit([Size("video", 10, 4), Size("video", 20, 5), *[Size("video", 5, 3)] * 2], limits) == count
+
+
+def within(batch: Sequence[Size], limits: BatchLimits) -> bool:
+    return (
+        len(batch) <= limits.items
+        and sum(size.tokens for size in batch) <= limits.tokens
+        and sum(size.segments for size in batch) <= limits.segments
+    )
+
+
+@dataclass
+class HeldRunner:
+    """Answers each item with its own first pixel, once the test opens the gate."""
+
+    dtype: str = "float32"
+    max_in_flight: int = 1
+    gate: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    batches: list[list[int]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    failure: Exception | None = None
+
+    def submit(self, modality: str, requests: Sequence[EncodeRequest]) -> HeldBatch:
+        self.threads.add(threading.get_ident())
+        self.batches.append([value(request.frames) for request in requests])
+        return HeldBatch(self, requests)
+
+
+@dataclass
+class HeldBatch:
+    runner: HeldRunner
+    requests: Sequence[EncodeRequest]
+
+    def result(self) -> list[EncodeOutput | Exception]:
+        assert self.runner.gate.acquire(timeout=10)
+        if self.runner.failure is not None:
+            raise self.runner.failure
+        return [
+            ValueError("bad item")
+            if value(request.frames) == 255
+            else EncodeOutput(np.full((1, 1), value(request.frames), np.float32), "graph", None, 64)
+            for request in self.requests
+        ]
+
+
+def value(frames: np.ndarray) -> int:
+    return int(frames.flat[0])
+
+
+def item(number: int, deadline: float | None = None, reason: str | None = None) -> EncodeItem:
+    return EncodeItem("image", np.full((1, 3, 32, 32), number, np.uint8), deadline=deadline, reason=reason)
+
+
+BYTES = item(0).frames.nbytes
+
+
+@pytest.fixture
+def runner() -> HeldRunner:
+    return HeldRunner()
+
+
+Make = Callable[..., Batcher]
+
+
+@pytest.fixture
+def make(runner: HeldRunner) -> Iterator[Make]:
+    made: list[Batcher] = []
+
+    def batcher(max_queued_items: int = 100, max_queued_bytes: int = 1 << 30) -> Batcher:
+        made.append(
+            Batcher(
+                "image",
+                runner,
+                BatchLimits(tokens=4, items=3, segments=100),
+                max_queued_items=max_queued_items,
+                max_queued_bytes=max_queued_bytes,
+            )
+        )
+        return made[-1]
+
+    yield batcher
+    runner.gate.release(1000)
+    for one in made:
+        one.close()
+
+
+def put(batcher: Batcher, number: int, tokens: int = 1, deadline: float | None = None) -> Future[EncodeResult]:
+    return batcher.put(item(number, deadline), Size("image", tokens, 1))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def occupy(batcher: Batcher, runner: HeldRunner) -> Future[EncodeResult]:
+    """Fills the device, so that what follows waits."""
+    future = put(batcher, 200)
+    wait_for(lambda: len(runner.batches) == 1)
+    return future
+
+
+def test_batches_form_while_the_device_is_busy(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    futures = [occupy(batcher, runner)]
+    futures += [put(batcher, i, tokens) for i, tokens in enumerate([1, 1, 3, 1, 1, 1, 9, 1])]
+    runner.gate.release(100)
+    results = [future.result(10) for future in futures]
+    assert runner.batches == [[200], [0, 1], [2, 3], [4, 5], [6], [7]]
+    for number, result in zip([200, *range(8)], results, strict=True):
+        assert result.embeddings is not None
+        assert value(result.embeddings) == number
+        assert (result.pool, result.execution, result.budget, result.error) == ("image", "graph", 64, None)
+        assert result.queue_s >= 0
+        assert result.encode_s > 0
+    assert len(runner.threads) == 1
+    assert runner.threads != {threading.get_ident()}
+
+
+def test_two_batches_may_be_in_flight(make: Make, runner: HeldRunner) -> None:
+    runner.max_in_flight = 2
+    batcher = make()
+    occupy(batcher, runner)
+    put(batcher, 1)
+    wait_for(lambda: len(runner.batches) == 2)
+    put(batcher, 2)
+    assert batcher.state().items == 1
+
+
+def test_cancelled_items_never_reach_the_device(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    occupy(batcher, runner)
+    futures = [put(batcher, i) for i in range(4)]
+    assert futures[0].cancel()
+    assert futures[2].cancel()
+    runner.gate.release(100)
+    assert value(futures[3].result(10).embeddings) == 3
+    assert runner.batches == [[200], [1, 3]]
+    assert (batcher.state().cancelled, batcher.state().items) == (2, 0)
+
+
+def test_expired_items_are_answered_and_never_run(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    occupy(batcher, runner)
+    late, fine = put(batcher, 1, deadline=time.time() - 1), put(batcher, 2, deadline=time.time() + 60)
+    runner.gate.release(100)
+    assert late.result(10).error == "deadline"
+    assert fine.result(10).error is None
+    assert runner.batches == [[200], [2]]
+    assert batcher.state().expired == 1
+
+
+def test_the_queue_is_bounded_in_items(make: Make, runner: HeldRunner) -> None:
+    batcher = make(max_queued_items=2)
+    occupy(batcher, runner)
+    kept = [put(batcher, i) for i in range(2)]
+    refused = put(batcher, 2).result(0)
+    assert (refused.error, refused.embeddings) == ("overloaded", None)
+    assert kept[0].cancel()
+    again = put(batcher, 3)
+    runner.gate.release(100)
+    assert value(again.result(10).embeddings) == 3
+    assert batcher.state().rejected == 1
+
+
+def test_the_queue_is_bounded_in_bytes(make: Make, runner: HeldRunner) -> None:
+    batcher = make(max_queued_bytes=2 * BYTES)
+    occupy(batcher, runner)
+    kept = [put(batcher, i) for i in range(2)]
+    state = batcher.state()
+    assert (state.items, state.tokens, state.bytes) == (2, 2, 2 * BYTES)
+    assert put(batcher, 2).result(0).error == "overloaded"
+    runner.gate.release(100)
+    assert [value(future.result(10).embeddings) for future in kept] == [0, 1]
+
+
+def test_one_bad_item_fails_alone(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    occupy(batcher, runner)
+    futures = [put(batcher, i) for i in (1, 255, 3)]
+    runner.gate.release(100)
+    results = [future.result(10) for future in futures]
+    assert [result.error for result in results] == [None, "internal", None]
+    assert runner.batches == [[200], [1, 255, 3]]
+    assert batcher.fault is None
+
+
+@pytest.mark.parametrize("stage", ["submit", "result"])
+def test_a_failed_batch_latches_a_fault(
+    make: Make, runner: HeldRunner, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = make()
+    running = occupy(batcher, runner)
+    waiting = put(batcher, 1)
+    if stage == "result":
+        runner.failure = RuntimeError("CUDA error")
+        runner.gate.release(100)
+        assert running.result(10).error == "fault"
+    else:
+
+        def broken(modality: str, requests: Sequence[EncodeRequest]) -> HeldBatch:
+            raise RuntimeError("CUDA error")
+
+        monkeypatch.setattr(runner, "submit", broken)
+        runner.gate.release(100)
+        assert running.result(10).error is None
+    assert waiting.result(10).error == "fault"
+    assert batcher.fault == "RuntimeError: CUDA error"
+    assert put(batcher, 2).result(0).error == "fault"
+
+
+def test_the_routers_reason_is_told(make: Make, runner: HeldRunner) -> None:
+    runner.gate.release(100)
+    future = make().put(replace(item(1), reason="t_over_capture"), Size("image", 1, 1))
+    assert future.result(10).reason == "t_over_capture"
+
+
+def test_close_refuses_what_waits_and_finishes_what_runs(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    running, waiting = occupy(batcher, runner), put(batcher, 1)
+    runner.gate.release(100)
+    closer = threading.Thread(target=batcher.close)
+    closer.start()
+    closer.join(10)
+    assert not closer.is_alive()
+    assert running.result(0).error is None
+    assert waiting.result(0).error in (None, "fault")
+    assert put(batcher, 2).result(0).error == "fault"
