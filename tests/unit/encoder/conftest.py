@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,3 +92,23 @@ def worst_level_error(rows: torch.Tensor, levels: Sequence[torch.Tensor]) -> flo
     width = levels[0].shape[1]
     assert rows.shape[1] == width * len(levels)
     return max(relative_error(rows[:, i * width : (i + 1) * width], level) for i, level in enumerate(levels))
+
+
+def random_frames(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def reference_patches(folder: Path, modality: str, frames: np.ndarray, **options: Any) -> tuple[torch.Tensor, Grid]:
+    """What `transformers`' own processor of the checkpoint makes of frames [T, 3, H, W] that need no resizing."""
+    from transformers import AutoImageProcessor, AutoVideoProcessor
+
+    options |= {"do_resize": False, "return_tensors": "pt", "input_data_format": "channels_first"}
+    if modality == "image":
+        output = AutoImageProcessor.from_pretrained(folder)(images=[frames[0]], **options)
+        pixels, grid = output["pixel_values"], output["image_grid_thw"]
+    else:
+        processor = AutoVideoProcessor.from_pretrained(folder)
+        output = processor(videos=[frames], do_sample_frames=False, **options)
+        pixels, grid = output["pixel_values_videos"], output["video_grid_thw"]
+    t, h, w = grid[0].tolist()
+    return pixels, (t, h, w)

@@ -219,7 +219,7 @@ class TestExecute:
 
     def test_the_cheaper_way_is_taken(self, modality: Modality) -> None:
         model = SimpleMockViTModel()
-        costs = {modality: CostTable({16: 1.0, 64: 9.0}, ((1, 6.0), (64, 6.0)))}
+        costs: dict[str, CostTable] = {modality: CostTable({16: 1.0, 64: 9.0}, ((1, 6.0), (64, 6.0)))}
         manager = make_manager(model, {modality: BUDGETS}, costs=costs)
         batch = model.batch([(1, 8, 8), (1, 8, 8)], modality)
         assert [o.budget for o in manager.execute_items(batch)] == [16, 16]
