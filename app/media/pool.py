@@ -34,6 +34,7 @@ from configs.settings import Limits
 # A child's own checks come first and leave it usable, so it gets a little longer before it is killed.
 _GRACE_S = 1.0
 _START_S = 120.0
+CRASHED = "the decoder crashed on the content"
 
 
 class DecodePool:
@@ -82,7 +83,7 @@ class DecodePool:
         except _ChildLost:
             child.kill()
             child = _Child(self._hello)
-            raise FovealError("undecodable_media", "the decoder crashed on the content") from None
+            raise FovealError("undecodable_media", CRASHED) from None
         except TimeoutError:
             child.kill()
             child = _Child(self._hello)

@@ -128,7 +128,8 @@ class _Clip:
             self._deadline.check()
             try:
                 packet = next(packets, None)
-            except av.error.FFmpegError:
+            except (av.error.FFmpegError, IndexError):
+                # PyAV raises IndexError at the end of a transport stream that grew a stream after it was opened.
                 return
             if packet is None:
                 return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import resource
 import socket
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _BYTES_BESIDES = 1 << 30
 
 def main(channel: socket.socket) -> None:
     torch.set_num_threads(1)
+    _silence_libraries()
     hello, _ = receive(channel)
     limits = Limits(**hello["limits"])
     processor = _processor(hello["processor"])
@@ -72,6 +75,15 @@ def _processor(values: dict[str, Any]) -> ProcessorConfig:
     ranges = {name: PixelRange(**values[name]) for name in ("image", "video")}
     means = {name: tuple(values[name]) for name in ("image_mean", "image_std")}
     return ProcessorConfig(**{**values, **ranges, **means})
+
+
+def _silence_libraries() -> None:
+    """Keeps what libraries print about damaged files off the log; a traceback of ours still gets there."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
 
 
 def _bound_memory(room: int) -> None:
