@@ -16,9 +16,16 @@ from tests.integration.media import Sample
 from tests.unit.media.reference import reference_image, reference_video
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test runs first also waits for the service to start, on a machine that may be busy."""
+    for item in items:
+        if item.get_closest_marker("integration"):
+            item.add_marker(pytest.mark.timeout(420))
+
+
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    with Service(timeout_s=170) as running:
+    with Service(timeout_s=300) as running:
         yield running
 
 
