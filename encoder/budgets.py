@@ -37,7 +37,7 @@ def generate_token_budgets(min_tokens: int, max_tokens: int, steps_per_octave: i
     return sorted(budgets)
 
 
-def validate_budgets(token_budgets: Sequence[int], max_batch_size: int, max_item_seqs: int = 1) -> list[int]:
+def validate_budgets(token_budgets: Sequence[int], max_batch_size: int) -> list[int]:
     """The budgets, ascending.
 
     Raises:
@@ -52,8 +52,6 @@ def validate_budgets(token_budgets: Sequence[int], max_batch_size: int, max_item
         raise ValueError(f"token_budgets must not repeat, got {list(token_budgets)}")
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-    if max_item_seqs < 1:
-        raise ValueError(f"t_capture must be at least 1, got {max_item_seqs}")
     return sorted(token_budgets)
 
 

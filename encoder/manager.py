@@ -54,10 +54,7 @@ class EncoderCudaGraphManager:
             raise ValueError(f"token_budgets: unknown modality {', '.join(sorted(unknown))}")
         self.max_batch_size, self.device, self.dtype = max_batch_size, torch.device(device), dtype
         self.token_budgets: dict[Modality, list[int]] = {
-            cast(Modality, m): validate_budgets(
-                b, max_batch_size, max(model.get_encoder_cudagraph_max_item_seqs(cast(Modality, m)), 1)
-            )
-            for m, b in token_budgets.items()
+            cast(Modality, m): validate_budgets(b, max_batch_size) for m, b in token_budgets.items()
         }
         self.budget_graphs: dict[Modality, dict[int, BudgetGraphMetadata]] = {}
         self.costs: dict[Modality, CostTable] = {cast(Modality, m): c for m, c in (costs or {}).items()}

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from encoder.preprocess import patchify
+
 EPS = 1e-6
 
 
@@ -48,6 +50,4 @@ class TorchOps:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
     def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-        from encoder.preprocess import patchify
-
         out.copy_(patchify(frames, mean, std))

@@ -149,6 +149,9 @@ class Qwen3VLVisionEncoder(nn.Module):
     Args:
         t_capture: temporal patches that a video may have in a graph.
         image_mean, image_std: of pixels in 0..1, one value a channel; for pixels that come as frames.
+
+    Raises:
+        ValueError: a `t_capture` below 1.
     """
 
     def __init__(
@@ -159,6 +162,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         image_std: Sequence[float] = (0.5, 0.5, 0.5),
     ) -> None:
         super().__init__()
+        if t_capture < 1:
+            raise ValueError(f"t_capture must be at least 1, got {t_capture}")
         self.config = config
         self.t_capture = t_capture
         # The processors scale mean and std by 255 in float32 and normalise unscaled pixels.

@@ -93,7 +93,7 @@ class TestValidate:
         assert validate_budgets([256, 64, 128], 8) == [64, 128, 256]
 
     def test_allows_the_boundaries(self) -> None:
-        assert validate_budgets((1,), 1, 1) == [1]
+        assert validate_budgets((1,), 1) == [1]
 
     @pytest.mark.parametrize(
         ("arguments", "name"),
@@ -107,7 +107,6 @@ class TestValidate:
             (([64, 128, 64], 8), "token_budgets"),
             (([64], 0), "max_batch_size"),
             (([64], -1), "max_batch_size"),
-            (([64], 8, 0), "t_capture"),
         ],
     )
     def test_names_the_setting(self, arguments: tuple[object, ...], name: str) -> None:

@@ -259,6 +259,8 @@ class TestState:
             make_runner(tiny_folder, token_budgets={"image": [0]})
         with pytest.raises(ValueError, match="max_batch_size"):
             make_runner(tiny_folder, max_batch_size=0)
+        with pytest.raises(ValueError, match="t_capture"):
+            make_runner(tiny_folder, t_capture=0)
         with pytest.raises(CheckpointError, match=r"config\.json"):
             make_runner(tmp_path)
 
