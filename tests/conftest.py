@@ -1,4 +1,5 @@
-"""Makes torchvision, which the reference processors need and the service does not, importable by tests alone."""
+"""Makes torchvision, which the reference processors need and the service does not, importable by tests alone; takes
+the clock out of property tests."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from hypothesis import HealthCheck, settings
+
+# A loaded machine is no reason for a property to fail.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # `make test` puts torchvision beside the environment, so that processes which tests start run without it.
 _REFERENCE = Path(sysconfig.get_path("purelib")).parents[2] / "reference"

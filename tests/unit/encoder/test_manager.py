@@ -418,7 +418,7 @@ grids = st.lists(
 
 
 @given(grids, st.integers(1, 5), st.sampled_from([[16], [64], [3, 16, 50], [8, 16, 32, 64]]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_videos_through_any_manager(grids: list[Grid], max_batch_size: int, budgets: list[int]) -> None:
     model = SimpleMockViTModel()
     manager = make_manager(model, {"video": budgets}, max_batch_size)

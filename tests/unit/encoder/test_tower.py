@@ -161,18 +161,24 @@ def test_selecting_frames(tiny: Qwen3VLVisionEncoder) -> None:
     assert part["image_grid_thw"] == [(1, 6, 2), (1, 2, 2)]
 
 
-def test_position_tables_are_bounded_and_correct_again_after_eviction(
+def test_position_tables_of_the_latest_shapes_are_kept(
     tiny_folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encoder.qwen3_vl._POSITION_CACHE_ROWS", 100)
     encoder = load_vision_encoder(tiny_folder, CPU, torch.float32)
-    shapes: list[Grid] = [(1, 4, 6), (1, 8, 8), (1, 6, 4), (1, 14, 14), (1, 4, 6)]
-    for grid in shapes:
+    kept_after: list[tuple[Grid, list[tuple[int, int]]]] = [
+        ((1, 4, 6), [(4, 6)]),
+        ((1, 8, 8), [(4, 6), (8, 8)]),
+        ((1, 6, 4), [(8, 8), (6, 4)]),
+        ((1, 8, 8), [(6, 4), (8, 8)]),
+        ((1, 4, 6), [(8, 8), (4, 6)]),
+        ((1, 14, 14), [(14, 14)]),
+        ((1, 6, 4), [(6, 4)]),
+    ]
+    for grid, kept in kept_after:
         rows = encoder.encoder_eager_forward(image_batch([grid]))
         assert worst_level_error(rows, reference(make_patches([grid]), [grid])[0]) < 1e-4
-        kept = list(encoder._positions)
-        assert kept[-1] == grid[1:]
-        assert len(kept) == 1 or sum(h * w for h, w in kept) <= 100
+        assert list(encoder._positions) == kept
 
 
 OTHER_TOWERS = {
