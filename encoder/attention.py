@@ -84,10 +84,21 @@ def has_triton(device: torch.device) -> bool:
 
 def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
     """The fastest implementation that runs on `device` with `dtype`."""
+    half = dtype in (torch.bfloat16, torch.float16)
     if has_triton(device):
+        if (
+            half
+            and head_dim in (64, 72, 80)
+            and torch.cuda.get_device_capability(device)[0] == 9
+            and importlib.util.find_spec("cuda") is not None
+            and importlib.util.find_spec("cuda.bindings") is not None
+        ):
+            from encoder.attention_sm90 import HopperVarlen
+
+            return HopperVarlen(head_dim, dtype)
         from encoder.kernels import TritonVarlen
 
         return TritonVarlen()
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0:
+    if device.type == "cuda" and half and head_dim % 8 == 0:
         return FlashVarlen()
     return SegmentSdpa()

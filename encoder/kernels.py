@@ -226,6 +226,22 @@ def supports_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def attention_tiles(cu_seqlens: torch.Tensor, rows: int, block_m: int) -> torch.Tensor:
+    """The query tiles of `block_m` rows in every segment, int32 [tiles, 3]: first row, segment start, segment end.
+
+    There are as many as any layout of `rows` rows in that many segments can need; the rest are empty (end is not above
+    the first row).
+    """
+    num_seqs = len(cu_seqlens) - 1
+    max_tiles = rows // block_m + num_seqs
+    tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=cu_seqlens.device)
+    seqs, block, pdl = triton.next_power_of_2(num_seqs), 16, supports_pdl()
+    _attention_tiles[(triton.cdiv(max_tiles, block),)](
+        cu_seqlens, tiles, num_seqs, max_tiles, block_m, seqs, block, pdl, launch_pdl=pdl
+    )
+    return tiles
+
+
 class TritonVarlen:
     """FlashAttention-2's algorithm (Dao 2023) over a table of query tiles that the device makes from `cu_seqlens`, so a
     captured grid serves every layout: a tile past the last segment returns at once. A head dimension that is no power
@@ -250,14 +266,7 @@ class TritonVarlen:
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> torch.Tensor:
         """int32 [tiles, 3]: first query row, segment start, segment end."""
-        num_seqs = len(cu_seqlens) - 1
-        max_tiles = rows // self.block_m + num_seqs
-        tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=cu_seqlens.device)
-        seqs, block = triton.next_power_of_2(num_seqs), 16
-        _attention_tiles[(triton.cdiv(max_tiles, block),)](
-            cu_seqlens, tiles, num_seqs, max_tiles, self.block_m, seqs, block, self.pdl, launch_pdl=self.pdl
-        )
-        return tiles
+        return attention_tiles(cu_seqlens, rows, self.block_m)
 
     def __call__(self, qkv: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
