@@ -12,6 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -53,6 +54,8 @@ class Envelope:
 
         try:
             await self._app(scope, receive, counted)
+        except ClientDisconnect:
+            code = 499  # It left before its body was here: nobody is there to answer.
         except asyncio.CancelledError:
             code = 499
             raise

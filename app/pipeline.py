@@ -65,6 +65,11 @@ class Pipeline:
             media.append(item)
         return await self._encode(media, options, deadline, timings)
 
+    def close(self) -> None:
+        """Ends the decoding processes."""
+        self._waiters.shutdown()
+        self._decoder.close()
+
     async def _decode(self, source: Source, options: EncodeOptions, timings: Timings) -> DecodedMedia:
         try:
             data = source.data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ray import serve
@@ -30,7 +30,9 @@ class PoolView:
 
     @property
     def running(self) -> int:
-        return self._count("RUNNING")
+        """Replicas that take calls, as Serve counts them."""
+        states = self.status.replica_states if self.status else {}
+        return sum(count for state, count in states.items() if state == "RUNNING")
 
     @property
     def state(self) -> str:
@@ -49,10 +51,6 @@ class PoolView:
     def well(self) -> bool:
         return self.state in ("healthy", "idle")
 
-    def _count(self, state: str) -> int:
-        assert self.status is not None
-        return sum(n for name, n in self.status.replica_states.items() if str(getattr(name, "value", name)) == state)
-
     def summary(self) -> dict[str, Any]:
         """What `/v1/pools` tells. Counters are sums over the replicas; what replicas agree on is told once."""
         one = self.replicas[0] if self.replicas else None
@@ -67,7 +65,7 @@ class PoolView:
             "token_budgets": list(one.token_budgets) if one else None,
             "t_capture": one and one.t_capture,
             "max_batch_size": one and one.max_batch_size,
-            "replicas": self.running if self.status else len(self.replicas),
+            "replicas": self.running,
             "state": self.state,
             "faults": [r.fault for r in self.replicas if r.fault],
             "hits": sum(r.hits for r in self.replicas),
@@ -109,14 +107,14 @@ class Pools:
         return self._largest_budget[modality]
 
     async def views(self) -> list[PoolView]:
-        """Every pool, without waking one that is scaled to zero."""
-        statuses, replicas = await asyncio.gather(
-            asyncio.to_thread(self._statuses), asyncio.gather(*map(self._states, self._handles.values()))
-        )
-        return [
-            PoolView(name, statuses.get(handle.deployment_name), states)
-            for (name, handle), states in zip(self._handles.items(), replicas, strict=True)
-        ]
+        """Every pool. One without a running replica is not asked, so it is neither waited for nor woken."""
+        statuses = await asyncio.to_thread(self._statuses)
+
+        async def view(name: PoolName, handle: DeploymentHandle) -> PoolView:
+            bare = PoolView(name, statuses.get(handle.deployment_name), [])
+            return replace(bare, replicas=await self._states(handle)) if bare.running else bare
+
+        return list(await asyncio.gather(*(view(name, handle) for name, handle in self._handles.items())))
 
     async def _call(self, pool: PoolName, method: str, *args: Any) -> Any:
         for last_try in (False, True):

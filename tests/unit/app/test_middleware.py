@@ -87,6 +87,20 @@ def test_a_response_that_breaks_halfway_is_not_patched_up(records: list[dict[str
     assert records[0]["error"] == "broken_response"
 
 
+def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[str, Any]]) -> None:
+    messages = [{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nobody listens")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(Envelope(BodyCap(asgi(length), max_bytes=10))(scope, receive, send))
+    assert (records[0]["code"], "error" in records[0]) == (499, False)
+
+
 @pytest.mark.parametrize(("size", "status"), [(10, 200), (11, 413)])
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_body_cap(size: int, status: int, announced: bool, records: list[dict[str, Any]]) -> None:

@@ -1,0 +1,154 @@
+"""The routes over a real decoder, with pools that the test plays: no Ray, no HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load
+
+from app.errors import FovealError
+from app.ingress import IngressReplica
+from app.pipeline import Pipeline
+from app.pools import Pools
+from configs.processor import ProcessorConfig
+from configs.settings import Limits, Settings
+from deployments.protocol import EncodeItem, EncodeResult, PoolName
+
+Answer = Callable[[PoolName, EncodeItem], EncodeResult]
+
+
+def red(pool: PoolName, item: EncodeItem) -> EncodeResult:
+    """Embeddings that tell which frames were sent: [1, 2], the first frame's mean red and the number of frames."""
+    row = np.array([[item.frames[0, 0].mean(), len(item.frames)]], np.float32)
+    execution: Literal["graph", "eager"] = "eager" if pool == "eager" else "graph"
+    return EncodeResult(row, "float32", pool, execution, item.reason, None, queue_s=0.25, encode_s=0.5)
+
+
+@dataclass
+class PlayedPools:
+    answer: Answer = red
+    calls: list[tuple[PoolName, list[EncodeItem]]] = field(default_factory=list)
+    hang: bool = False
+    cancelled: int = 0
+
+    async def encode(self, pool: PoolName, items: list[EncodeItem]) -> list[EncodeResult]:
+        self.calls.append((pool, items))
+        try:
+            if self.hang:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [self.answer(pool, item) for item in items]
+
+    async def largest_budget(self, modality: str) -> int:
+        return 128
+
+
+@pytest.fixture
+def played() -> PlayedPools:
+    return PlayedPools()
+
+
+Post = Callable[..., httpx.Response]
+
+
+@pytest.fixture
+def make(played: PlayedPools) -> Iterator[Callable[[Settings], Post]]:
+    pipelines: list[Pipeline] = []
+
+    def post_to(settings: Settings) -> Post:
+        ingress = IngressReplica.__new__(IngressReplica)
+        pools = cast(Pools, played)
+        pipelines.append(Pipeline(settings, ProcessorConfig(), pools))
+        ingress._settings, ingress._pools, ingress._pipeline = settings, pools, pipelines[-1]
+        api = ingress.__serve_build_asgi_app__()
+
+        def post(**request: Any) -> httpx.Response:
+            async def run() -> httpx.Response:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+                    return await client.post("/v1/encode", **request)
+
+            return asyncio.run(run())
+
+        return post
+
+    yield post_to
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+@pytest.fixture
+def post(make: Callable[[Settings], Post]) -> Post:
+    return make(Settings(limits=Limits(decode_processes=1)))
+
+
+def gif(red: int, frames: int = 1, side: int = 256) -> bytes:
+    file = io.BytesIO()
+    # A pixel that moves keeps the writer from merging equal frames.
+    pictures = [Image.new("RGB", (side, side), (red, 0, 0)) for _ in range(frames)]
+    for i, picture in enumerate(pictures):
+        picture.putpixel((i, 0), (red, 0, 255))
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=500)
+    return file.getvalue()
+
+
+def test_items_go_to_their_pools_in_one_call_each_and_come_back_in_order(post: Post, played: PlayedPools) -> None:
+    media = [gif(10), gif(20, 4, 64), gif(30, 20, 64), gif(40), gif(50, side=512), gif(60, 6, 64)]
+    answer = post(files=[("file", (f"{i}.gif", data)) for i, data in enumerate(media)])
+    assert answer.status_code == 200, answer.text
+    tensors = load(answer.content)
+    assert [round(float(tensors[f"{i}.embeddings"][0, 0]), -1) for i in range(6)] == [10, 20, 30, 40, 50, 60]
+    assert [int(tensors[f"{i}.embeddings"][0, 1]) for i in range(6)] == [1, 4, 20, 1, 1, 6]
+    assert {pool: [item.reason for item in items] for pool, items in played.calls} == {
+        "image": [None, None],
+        "video": [None, None],
+        "eager": ["t_over_capture", "tokens_over_budget"],
+    }
+    assert len(played.calls) == 3
+    assert answer.headers["server-timing"].split(", ")[2:4] == ["queue;dur=250.0", "encode;dur=500.0"]
+
+
+def test_options_reach_the_replica(post: Post, played: PlayedPools) -> None:
+    post(content=gif(10, 3), params={"main_only": 1, "pooling": "mean", "modality": "image"})
+    ((pool, (item,)),) = played.calls
+    assert (pool, item.modality, item.main_only, item.pooling) == ("image", "image", True, "mean")
+    assert item.frames.shape == (1, 3, 256, 256)
+    assert item.deadline is not None
+
+
+def test_the_deadline(make: Callable[[Settings], Post], played: PlayedPools) -> None:
+    played.hang = True
+    answer = make(Settings(limits=Limits(decode_processes=1, deadline_s=3)))(content=gif(10))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+
+
+def test_one_failing_pool_cancels_the_others(post: Post, played: PlayedPools) -> None:
+    real = played.encode
+
+    async def encode(pool: PoolName, items: list[EncodeItem]) -> list[EncodeResult]:
+        if pool == "image":
+            await asyncio.sleep(0.05)
+            raise FovealError("overloaded", "the image pool is full", None, 1)
+        played.hang = True
+        return await real(pool, items)
+
+    played.encode = encode  # type: ignore[method-assign]
+    answer = post(files=[("file", ("a", gif(10, 4, 64))), ("file", ("b", gif(20)))])
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "overloaded"
+    assert played.cancelled == 1
+
+
+def test_the_first_bad_file_is_named_and_nothing_is_encoded(post: Post, played: PlayedPools) -> None:
+    answer = post(files=[("file", ("a", gif(10))), ("file", ("b", b"text")), ("file", ("c", b"\x89PNG"))])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "file[1]")
+    assert played.calls == []

@@ -1,0 +1,111 @@
+"""Each pool's replica by itself, without Ray, on the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.settings import GraphSettings, Settings, VideoSettings
+from deployments.eager import EagerReplica
+from deployments.image_graph import ImageReplica
+from deployments.pool import PoolReplica, graph_budgets
+from deployments.protocol import EncodeItem, EncodeResult
+from deployments.video_graph import VideoReplica
+
+SETTINGS = Settings(
+    device="cpu",
+    image=GraphSettings(token_budgets=(4, 16), max_batch_size=2),
+    video=VideoSettings(token_budgets=(8, 32), max_batch_size=2, t_capture=2),
+)
+
+
+def frames(count: int, height: int, width: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), np.uint8)
+
+
+def encode(replica: PoolReplica, *items: EncodeItem) -> list[EncodeResult]:
+    return asyncio.run(replica.encode(list(items)))
+
+
+IMAGES = [EncodeItem("image", frames(1, 64, 64, seed)) for seed in range(5)]
+VIDEOS = [EncodeItem("video", frames(3, 64, 64, seed)) for seed in range(5)]
+
+
+def test_the_image_and_eager_pools_agree() -> None:
+    image, eager = ImageReplica(SETTINGS), EagerReplica(SETTINGS)
+    results = encode(image, *IMAGES)
+    assert [(r.pool, r.execution, r.reason, r.error) for r in results] == [("image", "graph", None, None)] * 5
+    for result, expected in zip(results, encode(eager, *IMAGES), strict=True):
+        assert (expected.pool, expected.execution, expected.budget) == ("eager", "eager", None)
+        np.testing.assert_allclose(result.embeddings, expected.embeddings, rtol=1e-4, atol=1e-5)
+    state = asyncio.run(image.state())
+    assert (state.backend, state.dtype, state.token_budgets, state.t_capture) == (
+        "cpu-static",
+        "float32",
+        (4, 16),
+        None,
+    )
+    assert (state.max_batch_size, state.hits, state.misses, state.used_tokens) == (2, 5, 0, 20)
+    state = asyncio.run(eager.state())
+    assert (state.token_budgets, state.hits, state.misses, state.fault) == ((), 0, 5, None)
+
+
+def test_the_video_pool_takes_t_capture_segments_a_video() -> None:
+    replica = VideoReplica(SETTINGS)
+    results = encode(replica, *VIDEOS)
+    assert [(r.pool, r.execution, r.reason) for r in results] == [("video", "graph", None)] * 5
+    state = asyncio.run(replica.state())
+    assert (state.token_budgets, state.t_capture, state.hits, state.misses) == ((8, 32), 2, 5, 0)
+    # What the router should have sent elsewhere is still answered, by itself, and told.
+    (long,) = encode(replica, EncodeItem("video", frames(6, 64, 64, 9)))
+    assert (long.execution, long.reason) == ("eager", "t_over_capture")
+
+
+def test_a_bad_item_fails_alone_and_the_replica_stays_well() -> None:
+    replica = EagerReplica(SETTINGS)
+    bad = EncodeItem("image", frames(2, 64, 64, 1))
+    assert [r.error for r in encode(replica, IMAGES[0], bad, IMAGES[1])] == [None, "internal", None]
+    replica.check_health()
+
+
+def test_a_failed_batch_makes_the_replica_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = EagerReplica(SETTINGS)
+
+    def broken(modality: str, requests: Sequence[Any]) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(replica._runner, "submit", broken)
+    (result,) = encode(replica, IMAGES[0])
+    assert result.error == "fault"
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        replica.check_health()
+    assert "illegal memory access" in (asyncio.run(replica.state()).fault or "")
+
+
+def test_cancelling_a_call_drops_what_waits() -> None:
+    replica = EagerReplica(Settings(device="cpu", eager=SETTINGS.eager.model_copy(update={"max_batch_size": 1})))
+
+    async def run() -> None:
+        task = asyncio.create_task(replica.encode([EncodeItem("image", frames(1, 512, 512, i)) for i in range(40)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        state = await replica.state()
+        assert state.queue.items == 0
+        assert state.queue.cancelled > 30
+
+    asyncio.run(run())
+
+
+def test_generated_budgets_depend_on_the_device() -> None:
+    own = GraphSettings()
+    assert graph_budgets(Settings(device="cpu"), own) == [64, 128, 256, 512, 1024]
+    assert graph_budgets(Settings(device="cuda"), own)[-1] == 16384
+    assert graph_budgets(Settings(device="cpu"), GraphSettings(max_tokens=96)) == [64, 96]
+    assert graph_budgets(Settings(device="cpu"), GraphSettings(token_budgets=(16, 80))) == [16, 80]
