@@ -75,8 +75,8 @@ def decode_frames(
     if options.modality == "image":
         raise FovealError("modality_mismatch", "modality is image, the content is a list of frames", "modality")
     pixels = _pixel_range("video", options, processor, limits)
+    _check_options(options, limits)
     rate = processor.fps if options.fps is None else options.fps
-    check_fps(rate)
     clock = Clock(range(len(images)), 1 / Fraction(rate), Fraction(rate), True)
     wanted = len(images) if options.num_frames is None else min(options.num_frames, len(images))
     _check_num_frames(wanted, replace(options, fps=None), limits)
@@ -102,11 +102,6 @@ def decode_frames(
         deadline.check()
     assert frames is not None
     return _video(frames, [clock.seconds(i) for i in indices], processor)
-
-
-def check_fps(fps: float) -> None:
-    if not math.isfinite(fps) or fps <= 0:
-        raise FovealError("invalid_option", "fps must be a finite number above 0", "fps")
 
 
 class _Animation(Protocol):
@@ -212,12 +207,7 @@ def _counter(options: MediaOptions, processor: ProcessorConfig, limits: Limits) 
     Raises:
         FovealError: `invalid_option`; the returned function: `too_long`, `too_many_frames`, `invalid_option`.
     """
-    if options.fps is not None:
-        check_fps(options.fps)
-        if options.num_frames is not None:
-            raise FovealError("invalid_option", "fps and num_frames exclude each other", "num_frames")
-    if options.num_frames is not None:
-        _check_num_frames(options.num_frames, options, limits)
+    _check_options(options, limits)
 
     def count(clock: Clock) -> int:
         if not clock.ticks:
@@ -233,9 +223,19 @@ def _counter(options: MediaOptions, processor: ProcessorConfig, limits: Limits) 
     return count
 
 
+def _check_options(options: MediaOptions, limits: Limits) -> None:
+    if options.fps is not None:
+        if not math.isfinite(options.fps) or options.fps <= 0:
+            raise FovealError("invalid_option", "fps must be a finite number above 0", "fps")
+        if options.num_frames is not None:
+            raise FovealError("invalid_option", "fps and num_frames exclude each other", "num_frames")
+    if options.num_frames is not None:
+        if options.num_frames < 1:
+            raise FovealError("invalid_option", "num_frames must be at least 1", "num_frames")
+        _check_num_frames(options.num_frames, options, limits)
+
+
 def _check_num_frames(frames: int, options: MediaOptions, limits: Limits) -> None:
-    if frames < 1:
-        raise FovealError("invalid_option", "num_frames must be at least 1", "num_frames")
     if frames > limits.max_frames:
         option = "num_frames" if options.num_frames is not None else "fps" if options.fps is not None else None
         message = f"{frames} frames would be sampled, over limits.max_frames = {limits.max_frames}"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import av
+from PIL import UnidentifiedImageError
 
 from app.errors import FovealError
 
@@ -35,5 +36,9 @@ def library_call(name: str) -> Iterator[None]:
 
 
 def undecodable(name: str, reason: object) -> FovealError:
+    if isinstance(reason, UnidentifiedImageError):
+        reason = "its header cannot be read"
+    elif isinstance(reason, av.error.FFmpegError):
+        reason = reason.strerror
     detail = " ".join(str(reason).split())[:200]
     return FovealError("undecodable_media", f"the {name} is damaged or cut short: {detail}")

@@ -2,9 +2,14 @@
 
 Checks between library calls stop most files that take too long, but one call into a codec can run for minutes, and a
 codec that crashes takes its process along. So the calls run in a few child processes: one that is over its time is
-killed and replaced, one that crashes costs its own item only, and each may use a bounded amount of memory. Bytes and
+ended and replaced, one that crashes costs its own item only, and each may use a bounded amount of memory. Bytes and
 frames travel through anonymous shared memory, everything else as JSON: a child that a file has taken over can send
 nothing but numbers and an error.
+
+    DecodePool ── socket ── parent of decoders (imports everything once) ── fork ──┬─ decoder
+        └────────────────────────── one socket each ───────────────────────────────┴─ decoder
+
+Forking makes a replacement cheap and lets the decoders share the memory of what they import.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,119 +38,162 @@ from app.media.types import DecodedMedia, MediaOptions
 from configs.processor import ProcessorConfig
 from configs.settings import Limits
 
-# A child's own checks come first and leave it usable, so it gets a little longer before it is killed.
+# A decoder's own checks come first and leave it usable, so it gets a little longer before it is ended.
 _GRACE_S = 1.0
 _START_S = 120.0
 CRASHED = "the decoder crashed on the content"
 
 
 class DecodePool:
-    """`limits.decode_processes` children that decode; safe to call from many threads at once."""
+    """`limits.decode_processes` decoders; safe to call from many threads at once.
+
+    They start with the first calls; what they share starts to load at once, in the background.
+    """
 
     def __init__(self, processor: ProcessorConfig, limits: Limits) -> None:
         self._limits = limits
-        self._hello = {"processor": asdict(processor), "limits": limits.model_dump(mode="json")}
-        self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._parent = _Parent({"processor": asdict(processor), "limits": limits.model_dump(mode="json")})
+        # A place without a decoder is filled by the call that gets it.
+        self._places: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()
         for _ in range(limits.decode_processes):
-            self._idle.put(_Child(self._hello))
+            self._places.put(None)
         self._closed = False
 
     def decode(self, data: bytes | memoryview, options: MediaOptions) -> DecodedMedia:
-        """As `app.media.decode.decode`, which runs in the child.
+        """As `app.media.decode.decode`, which runs in a decoder.
 
         Raises:
-            FovealError: also `overloaded` when no child came free within `limits.deadline_s`.
+            FovealError: also `overloaded` when no decoder came free within `limits.deadline_s`.
         """
         return self._run("decode", [data], options)
 
     def decode_frames(self, images: Sequence[bytes], options: MediaOptions) -> DecodedMedia:
-        """As `app.media.decode.decode_frames`, which runs in the child."""
+        """As `app.media.decode.decode_frames`, which runs in a decoder."""
         return self._run("decode_frames", images, options)
 
     def close(self) -> None:
-        """Ends the children; calls under way are let finish first."""
+        """Ends the decoders, the busy ones too."""
         self._closed = True
-        for _ in range(self._limits.decode_processes):
-            self._idle.get().kill()
+        self._parent.close()
 
     def pids(self) -> list[int]:
-        """Process ids of the children that are idle now."""
-        with self._idle.mutex:
-            return [child.pid for child in self._idle.queue]
+        """Process ids of the decoders that are idle now."""
+        with self._places.mutex:
+            return [decoder.pid for decoder in self._places.queue if decoder is not None]
 
     def _run(self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions) -> DecodedMedia:
         if self._closed:
             raise FovealError("unavailable", "the service is stopping", retry_after_s=1)
         try:
-            child = self._idle.get(timeout=self._limits.deadline_s)
+            decoder = self._places.get(timeout=self._limits.deadline_s)
         except queue.Empty:
             raise FovealError("overloaded", "every decoder is busy", retry_after_s=1) from None
+        keep = None
         try:
-            return child.run(task, buffers, options, self._limits.decode_timeout_s)
-        except _ChildLost:
-            child.kill()
-            child = _Child(self._hello)
-            raise FovealError("undecodable_media", CRASHED) from None
-        except TimeoutError:
-            child.kill()
-            child = _Child(self._hello)
-            raise timeout_error(self._limits.decode_timeout_s) from None
+            decoder = decoder or self._parent.fork()
+            try:
+                media = decoder.run(task, buffers, options, self._limits.decode_timeout_s)
+            except FovealError:
+                keep = decoder
+                raise
+            except _Lost as e:
+                raise FovealError("undecodable_media", CRASHED) from e
+            except TimeoutError:
+                raise timeout_error(self._limits.decode_timeout_s) from None
+            keep = decoder
+            return media
         finally:
-            self._idle.put(child)
+            if decoder is not None and keep is None:
+                self._parent.end(decoder)
+            self._places.put(keep)
 
 
-class _ChildLost(Exception):
-    """The child ended, or broke the protocol, before it answered."""
+class _Lost(Exception):
+    """The process at the other end is gone, or broke the protocol, before it answered."""
 
 
-class _Child:
-    """One decoding process, used by one call at a time."""
+class _Parent:
+    """The process that decoders are forked from. It never touches a file, and is started anew should it die."""
 
     def __init__(self, hello: dict[str, Any]) -> None:
+        self._hello = hello
+        self._lock = threading.Lock()
+        self._start()
+
+    def fork(self) -> _Decoder:
+        """Raises:
+        FovealError: `unavailable`, it cannot be started.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with self._lock, theirs:
+            if self._process.poll() is not None:
+                self._socket.close()
+                self._start()
+            try:
+                return _Decoder(self._ask({"do": "fork"}, theirs.fileno())["pid"], ours)
+            except _Lost as e:
+                raise FovealError("unavailable", "the decoders do not start", retry_after_s=1) from e
+
+    def end(self, decoder: _Decoder) -> None:
+        decoder.socket.close()
+        with self._lock:
+            # Without its parent a decoder is dead already.
+            with suppress(_Lost):
+                self._ask({"do": "end", "pid": decoder.pid})
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _ask(self, request: dict[str, Any], fd: int | None = None) -> dict[str, Any]:
+        try:
+            send(self._socket, request, fd)
+            return receive(self._socket)[0]
+        except (EOFError, OSError) as e:
+            raise _Lost from e
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(_START_S)
         root = str(Path(__file__).resolve().parents[2])
-        # Decoding runs in parallel over children; a pool of threads in each would only fight over the cores.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env["PYTHONPATH"] = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+        # Decoding runs in parallel over processes; a pool of threads in each would only fight over the cores.
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "app.media.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=env,
+                env={**os.environ, **threads, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             )
-        self.pid = self._process.pid
-        self._socket = ours
-        self._ready = False
-        send(ours, hello)
+        send(self._socket, self._hello)
+
+
+class _Decoder:
+    """One decoding process, used by one call at a time."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.socket = pid, channel
 
     def run(
         self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, timeout_s: float
     ) -> DecodedMedia:
         """Raises:
-        FovealError: the child's answer.
-        TimeoutError: the child is over its time.
-        _ChildLost: it is gone.
+        FovealError: the decoder's answer.
+        TimeoutError: it is over its time.
+        _Lost: it is gone.
         """
+        self.socket.settimeout(timeout_s + _GRACE_S)
         try:
-            if not self._ready:
-                self._socket.settimeout(_START_S)
-                receive(self._socket)
-                self._ready = True
-            self._socket.settimeout(timeout_s + _GRACE_S)
             fd = shared_memory(buffers)
             try:
-                send(self._socket, {"task": task, "sizes": [len(b) for b in buffers], "options": asdict(options)}, fd)
+                send(self.socket, {"task": task, "sizes": [len(b) for b in buffers], "options": asdict(options)}, fd)
             finally:
                 os.close(fd)
-            return _decoded(*receive(self._socket))
+            return _decoded(*receive(self.socket))
         except (EOFError, ConnectionError, ValueError, KeyError) as e:
-            raise _ChildLost from e
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
+            raise _Lost from e
 
 
 def _decoded(answer: dict[str, Any], fd: int | None) -> DecodedMedia:

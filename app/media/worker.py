@@ -1,17 +1,23 @@
-"""The child of `DecodePool`: `python -m app.media.worker FD` decodes what comes over the socket FD until it closes."""
+"""The processes behind `DecodePool`: `python -m app.media.worker FD` forks decoders as the socket FD asks.
+
+It ends, and its decoders with it, when the other side of the socket does.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 import resource
+import signal
 import socket
 import sys
 import warnings
 from typing import Any
 
 import torch
+from PIL import Image
 
 from app.errors import FovealError
 from app.media.decode import decode, decode_frames
@@ -23,20 +29,48 @@ from configs.settings import Limits
 # Measured on the worst legal pictures (alpha, 16 bit): about 16 bytes a pixel; the rest is for codecs and frames.
 _BYTES_PER_PIXEL = 24
 _BYTES_BESIDES = 1 << 30
+_PR_SET_PDEATHSIG = 1
 
 
-def main(channel: socket.socket) -> None:
+def main(control: socket.socket) -> None:
     torch.set_num_threads(1)
+    Image.init()
     _silence_libraries()
-    hello, _ = receive(channel)
+    hello, _ = receive(control)
     limits = Limits(**hello["limits"])
     processor = _processor(hello["processor"])
-    _bound_memory(_BYTES_PER_PIXEL * limits.max_pixels + _BYTES_BESIDES)
-    send(channel, {"ready": True})
+    decoders: set[int] = set()
+    while True:
+        try:
+            request, fd = receive(control)
+        except EOFError:
+            return
+        pid = request.get("pid", 0)
+        if request["do"] == "end":
+            # One that an earlier parent forked has ended with it, and its number may be another process's now.
+            if pid in decoders:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                decoders.remove(pid)
+        elif fd is not None:
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _decode_until_closed(socket.socket(fileno=fd), processor, limits)
+                os._exit(0)
+            decoders.add(pid)
+            os.close(fd)
+        send(control, {"pid": pid})
+
+
+def _decode_until_closed(channel: socket.socket, processor: ProcessorConfig, limits: Limits) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _bound_memory(_BYTES_PER_PIXEL * limits.max_pixels + _BYTES_BESIDES)
     while True:
         try:
             request, fd = receive(channel)
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         if fd is None:
             return
@@ -57,11 +91,11 @@ def main(channel: socket.socket) -> None:
 def _run(request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
     options = MediaOptions(**request["options"])
     sizes: list[int] = request["sizes"]
+    data = b""
     try:
-        if not sum(sizes):
-            raise FovealError("empty_body", "the item has no bytes")
-        with mmap.mmap(fd, sum(sizes), access=mmap.ACCESS_READ) as memory:
-            data = memory[:]
+        if sum(sizes):
+            with mmap.mmap(fd, sum(sizes), access=mmap.ACCESS_READ) as memory:
+                data = memory[:]
     finally:
         os.close(fd)
     if request["task"] == "decode":

@@ -122,11 +122,11 @@ def main() -> int:
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     memory: list[float] = []
-    slowest, killed = 0.0, 0
+    slowest, ended = 0.0, 0
     pool = DecodePool(ProcessorConfig(), LIMITS)
     try:
         pool.decode(seeds[0], MediaOptions())
-        pid = pool.pids()[0]
+        (pid,) = pool.pids()
         started = reported = time.monotonic()
         while (now := time.monotonic()) - started < arguments.seconds:
             data, options = mutate(seeds, rng), random_options(rng)
@@ -153,9 +153,12 @@ def main() -> int:
                 arguments.keep.mkdir(exist_ok=True)
                 (arguments.keep / f"{arguments.seed}-{sum(outcomes.values())}").write_bytes(data)
                 print(f"FAILURE {failure}: {options}", flush=True)
-            if pool.pids()[0] != pid:
-                killed, pid = killed + 1, pool.pids()[0]
-            memory.append(resident_mib(pid))
+            if pool.pids() == [pid]:
+                memory.append(resident_mib(pid))
+            else:
+                ended += 1
+                pool.decode(seeds[0], MediaOptions())
+                (pid,) = pool.pids()
             if now - reported > 60:
                 reported = now
                 print(f"{now - started:.0f} s, {sum(outcomes.values())} inputs, {memory[-1]:.0f} MiB", flush=True)
@@ -170,7 +173,7 @@ def main() -> int:
         "inputs": sum(outcomes.values()),
         "outcomes": dict(outcomes.most_common()),
         "slowest_s": round(slowest, 2),
-        "children_ended": killed,
+        "decoders_ended": ended,
         "memory_mib": {"early": round(first), "late": round(last), "peak": round(max(memory))},
         "failures": failures,
     }

@@ -1,0 +1,130 @@
+"""Decoding in children: the same answers, and none that a file can hold, crash or bloat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.errors import FovealError
+from app.media.decode import decode, decode_frames
+from app.media.pool import DecodePool
+from app.media.types import DecodedMedia, MediaOptions
+from configs.settings import Limits
+from tests.unit.media import makers as m
+from tests.unit.media.reference import PROCESSOR
+
+LIMITS = Limits(decode_processes=2, decode_timeout_s=20, max_pixels=20_000_000)
+STILL, CLIP = m.save(m.scene(48, 64), "JPEG"), m.clip(m.movie(30), "mp4", "libx264")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[DecodePool]:
+    pool = DecodePool(PROCESSOR, LIMITS)
+    yield pool
+    pool.close()
+
+
+def same(a: DecodedMedia, b: DecodedMedia) -> bool:
+    times = (a.timestamps is None) == (b.timestamps is None)
+    if a.timestamps is not None and b.timestamps is not None:
+        times = np.array_equal(a.timestamps, b.timestamps) and a.timestamps.dtype == b.timestamps.dtype
+    return bool(a.modality == b.modality and np.array_equal(a.frames, b.frames) and times)
+
+
+def test_answers_equal_those_of_decoding_here(pool: DecodePool) -> None:
+    for data, options in ((STILL, MediaOptions()), (CLIP, MediaOptions(fps=5.0)), (CLIP, MediaOptions(num_frames=3))):
+        assert same(pool.decode(data, options), decode(data, options, PROCESSOR, LIMITS))
+    images = [m.save(f, "PNG") for f in m.movie(3)]
+    options = MediaOptions(fps=4.0)
+    assert same(pool.decode_frames(images, options), decode_frames(images, options, PROCESSOR, LIMITS))
+    assert pool.decode(memoryview(STILL), MediaOptions()).frames.flags.c_contiguous
+
+
+def test_errors_pass_through(pool: DecodePool) -> None:
+    for data, options in ((b"", MediaOptions()), (STILL[:100], MediaOptions()), (CLIP, MediaOptions(fps=-1))):
+        with pytest.raises(FovealError) as here:
+            decode(data, options, PROCESSOR, LIMITS)
+        with pytest.raises(FovealError) as there:
+            pool.decode(data, options)
+        assert there.value.args == here.value.args
+    with pytest.raises(FovealError, match="malformed_request"):
+        pool.decode_frames([], MediaOptions())
+
+
+def test_many_threads_share_few_children(pool: DecodePool) -> None:
+    expected = [decode(data, MediaOptions(), PROCESSOR, LIMITS) for data in (STILL, CLIP)]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda i: pool.decode((STILL, CLIP)[i % 2], MediaOptions()), range(40)))
+    assert all(same(answer, expected[i % 2]) for i, answer in enumerate(answers))
+
+
+def test_children_do_not_import_what_they_do_not_need(pool: DecodePool) -> None:
+    pool.decode(STILL, MediaOptions())
+    for pid in pool.pids():
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+        assert "ray/_raylet" not in mapped
+        assert "libtorch_cpu" in mapped
+
+
+def test_a_child_that_dies_costs_one_item(pool: DecodePool) -> None:
+    pool.decode(STILL, MediaOptions())
+    before = pool.pids()
+    os.kill(before[-1], 9)
+    outcomes = []
+    for _ in range(2):
+        try:
+            outcomes.append(pool.decode(STILL, MediaOptions()).modality)
+        except FovealError as e:
+            outcomes.append(e.code)
+    assert outcomes == ["undecodable_media", "image"]
+    assert set(pool.pids()) != set(before)
+
+
+def test_a_file_that_holds_a_library_call_is_ended(pool: DecodePool) -> None:
+    """Thousands of nearly empty scans, each a pass over the whole picture, in the 64 KiB that one call gets."""
+    bomb = m.progressive_bomb(2000, 3000)
+    pool = DecodePool(PROCESSOR, Limits(decode_processes=1, decode_timeout_s=0.2))
+    try:
+        pool.decode(m.save(np.zeros((8, 8, 3), np.uint8), "BMP"), MediaOptions())
+        (before,) = pool.pids()
+        with pytest.raises(FovealError, match="decode_timeout"):
+            pool.decode(bomb, MediaOptions())
+        assert pool.pids() == []
+        with pytest.raises(ProcessLookupError):
+            os.kill(before, 0)
+        assert pool.decode(STILL, MediaOptions()).modality == "image"
+        assert pool.pids() != [before]
+    finally:
+        pool.close()
+
+
+def test_the_parent_of_the_decoders_may_die(pool: DecodePool) -> None:
+    pool.decode(STILL, MediaOptions())
+    pool._parent._process.kill()
+    pool._parent._process.wait()
+    outcomes = []
+    for _ in range(3):
+        try:
+            outcomes.append(pool.decode(STILL, MediaOptions()).modality)
+        except FovealError as e:
+            outcomes.append(e.code)
+    assert outcomes[-1] == "image"
+
+
+def test_a_busy_pool_answers_overloaded() -> None:
+    pool = DecodePool(PROCESSOR, Limits(decode_processes=1, decode_timeout_s=5, deadline_s=0.05))
+    try:
+        place = pool._places.get()
+        with pytest.raises(FovealError) as caught:
+            pool.decode(STILL, MediaOptions())
+        assert (caught.value.code, caught.value.retry_after_s) == ("overloaded", 1)
+        pool._places.put(place)
+    finally:
+        pool.close()
+    with pytest.raises(FovealError, match="unavailable"):
+        pool.decode(STILL, MediaOptions())
