@@ -62,7 +62,8 @@ class IngressReplica:
         api.add_api_route("/", _page("index.html"), include_in_schema=False)
         api.add_exception_handler(HTTPException, _http_error)
         # The last one added is the outermost.
-        api.add_middleware(BodyCap, max_bytes=self._settings.limits.max_body_bytes)
+        limits = self._settings.limits
+        api.add_middleware(BodyCap, max_bytes=limits.max_body_bytes, max_bytes_in_flight=limits.max_bytes_in_flight)
         api.add_middleware(Envelope)
         return api
 

@@ -80,10 +80,14 @@ class Envelope:
 
 
 class BodyCap:
-    """Refuses a body over `max_bytes`: at once if its length is announced, else as soon as the bytes passed are."""
+    """Bounds the bytes of one body, and of all bodies that are being received or worked on.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    A body is refused at once if its length is announced, else as soon as the bytes passed are too many.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_in_flight: int) -> None:
+        self._app, self._max_bytes, self._max_in_flight = app, max_bytes, max_bytes_in_flight
+        self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,23 +96,32 @@ class BodyCap:
         announced = Headers(scope=scope).get("content-length", "0")
         if not announced.isdecimal():
             raise FovealError("malformed_request", "Content-Length is not a number")
-        self._check(int(announced))
-        received = 0
+        held = received = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            more = max(size - held, 0)
+            if size > self._max_bytes:
+                raise FovealError(
+                    "body_too_large", f"the body has more than limits.max_body_bytes ({self._max_bytes}) bytes"
+                )
+            if self._in_flight + more > self._max_in_flight:
+                raise FovealError("overloaded", "the bodies in flight fill limits.max_bytes_in_flight", None, 1)
+            self._in_flight += more
+            held += more
 
         async def counted() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            self._check(received)
+            hold(received)
             return message
 
-        await self._app(scope, counted, send)
-
-    def _check(self, count: int) -> None:
-        if count > self._max_bytes:
-            raise FovealError(
-                "body_too_large", f"the body has more than limits.max_body_bytes ({self._max_bytes}) bytes"
-            )
+        try:
+            hold(int(announced))
+            await self._app(scope, counted, send)
+        finally:
+            self._in_flight -= held
 
 
 class StripServeHeaders:

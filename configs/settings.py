@@ -57,6 +57,9 @@ class Limits(_Strict):
     """Ceilings. A request over one of them is refused with a 4xx, never clamped."""
 
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
+    max_bytes_in_flight: Annotated[
+        PositiveInt, Field(description="bytes of all request bodies that one ingress replica holds")
+    ] = 512 * 1024 * 1024
     max_pixels: Annotated[PositiveInt, Field(description="pixels of one source picture, read from its header")] = (
         100_000_000
     )
@@ -106,6 +109,11 @@ class Settings(_Strict):
             raise ValueError(
                 f"eager.max_batch_tokens ({self.eager.max_batch_tokens}) is below limits.max_tokens "
                 f"({self.limits.max_tokens}): an item that is accepted could not run"
+            )
+        if self.limits.max_bytes_in_flight < self.limits.max_body_bytes:
+            raise ValueError(
+                f"limits.max_bytes_in_flight ({self.limits.max_bytes_in_flight}) is below limits.max_body_bytes "
+                f"({self.limits.max_body_bytes})"
             )
         largest_item = self.limits.max_tokens * BYTES_PER_TOKEN
         for name in ("image", "video", "eager"):

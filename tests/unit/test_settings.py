@@ -57,6 +57,7 @@ def test_the_config_names_the_deployments() -> None:
         ({"dtype": "int8"}, "dtype"),
         ({"long_video": "video"}, "long_video"),
         ({"eager": {"max_batch_tokens": 16383}}, "eager.max_batch_tokens"),
+        ({"limits": {"max_body_bytes": 1 << 30}}, "limits.max_bytes_in_flight"),
         ({"video": {"max_queued_bytes": 1000}}, "video.max_queued_bytes"),
         ({"limits": {"max_tokens": 200000}, "eager": {"max_batch_tokens": 200000}}, "image.max_queued_bytes"),
     ],

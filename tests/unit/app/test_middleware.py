@@ -97,7 +97,7 @@ def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[st
         raise AssertionError("nobody listens")
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(Envelope(BodyCap(asgi(length), max_bytes=10))(scope, receive, send))
+    asyncio.run(Envelope(BodyCap(asgi(length), 10, 100))(scope, receive, send))
     assert (records[0]["code"], "error" in records[0]) == (499, False)
 
 
@@ -108,7 +108,7 @@ def test_the_body_cap(size: int, status: int, announced: bool, records: list[dic
         for _ in range(size):
             yield b"x"
 
-    app = Envelope(BodyCap(asgi(length), max_bytes=10))
+    app = Envelope(BodyCap(asgi(length), 10, 100))
     answer = call(app, content=b"x" * size if announced else chunks())
     assert answer.status_code == status
     assert answer.text == "10" if status == 200 else answer.json()["error"]["code"] == "body_too_large"
@@ -124,8 +124,37 @@ def test_an_announced_body_over_the_cap_is_never_read(records: list[dict[str, An
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"11")]}
-    asyncio.run(Envelope(BodyCap(asgi(length), max_bytes=10))(scope, receive, send))
+    asyncio.run(Envelope(BodyCap(asgi(length), 10, 100))(scope, receive, send))
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_bodies_in_flight_are_bounded(announced: bool, records: list[dict[str, Any]]) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: Request) -> Response:
+        await request.body()
+        await release.wait()
+        return PlainTextResponse("done")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"123"
+        yield b"456"
+
+    async def run() -> list[int]:
+        app = Envelope(BodyCap(asgi(slow), 10, 15))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            posts = [
+                asyncio.create_task(client.post("/x", content=b"123456" if announced else chunks())) for _ in range(3)
+            ]
+            refused, waiting = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+            codes = [task.result().status_code for task in refused]
+            assert [task.result().headers["retry-after"] for task in refused] == ["1"]
+            release.set()
+            codes += [(await task).status_code for task in waiting]
+            return [*codes, (await client.post("/x", content=b"123456")).status_code]
+
+    assert asyncio.run(run()) == [503, 200, 200, 200]
 
 
 def test_the_proxy_drops_what_overrides_serve() -> None:
