@@ -109,6 +109,11 @@ class SimpleMockViTModel:
         pixels = self._pixels(mm_kwargs)
         input_buffer[: len(pixels)].copy_(pixels)
 
+    def encoder_cudagraph_warmup(
+        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        self.encoder_cudagraph_forward(input_buffer, buffers, output)
+
     def encoder_cudagraph_forward(
         self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
     ) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +26,30 @@ from encoder.checkpoint import (
 from encoder.qwen3_vl import Qwen3VLVisionEncoder
 from tests.unit.encoder.conftest import CPU
 
+ROOT = Path(__file__).parents[3]
 Tensors = dict[str, torch.Tensor]
+# Four processes that start to write together, each loading what it finds; forked, to import the model's code once.
+WRITERS = """
+import multiprocessing, sys
+from pathlib import Path
+import torch, transformers.models.qwen3_vl.modeling_qwen3_vl
+from encoder.checkpoint import load_vision_encoder, write_tiny_checkpoint
+
+torch.set_num_threads(1)
+context = multiprocessing.get_context("fork")
+barrier = context.Barrier(4)
+
+def write() -> None:
+    barrier.wait()
+    load_vision_encoder(write_tiny_checkpoint(Path(sys.argv[1])), torch.device("cpu"), torch.float32)
+
+processes = [context.Process(target=write) for _ in range(4)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print(*(process.exitcode for process in processes))
+"""
 
 
 @pytest.fixture(scope="session")
@@ -469,15 +492,16 @@ class TestTiny:
 
     def test_several_processes_at_once(self, tmp_path: Path, tensors: Tensors) -> None:
         folder = tmp_path / "models" / "tiny"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["encoder.checkpoint", "transformers.models.qwen3_vl.modeling_qwen3_vl"])
-        barrier = context.Barrier(4)
-        processes = [context.Process(target=write_and_load, args=(folder, barrier)) for _ in range(4)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=150)
-            assert process.exitcode == 0
+        done = subprocess.run(
+            [sys.executable, "-c", WRITERS, str(folder)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["0", "0", "0", "0"]
         assert [p.name for p in folder.parent.iterdir()] == ["tiny"]
         assert_same(load(folder), tensors)
 
@@ -486,9 +510,3 @@ class TestTiny:
         monkeypatch.setattr(sys, "argv", ["encoder.checkpoint", "tiny", str(tmp_path / "new")])
         checkpoint.main()
         assert read_vision_config(tmp_path / "new").depth == 4
-
-
-def write_and_load(folder: Path, barrier: Any) -> None:
-    torch.set_num_threads(1)
-    barrier.wait(timeout=120)
-    load(write_tiny_checkpoint(folder))
