@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 
-from encoder.kernels import attention_tiles
+from encoder.kernels import attention_tiles, rotate
 
 _SOURCE = Path(__file__).with_name("attention_sm90.cu")
 
@@ -64,6 +64,8 @@ def source(head_dim: int, block_n: int, warpgroups: int, stages: int, element: s
             f"#define STAGES {stages}",
             "__device__ __forceinline__ u32 pack(float low, float high) {",
             f'u32 r; asm("cvt.rn.{element}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }}',
+            "__device__ __forceinline__ float unpack(u16 x) {",
+            f'float r; asm("cvt.f32.{element} %0, %1;" : "=f"(r) : "h"(x)); return r; }}',
             _mma("mma_qk", block_n, element, a_in_registers=False),
             _mma("mma_pv", head_dim, element, a_in_registers=True),
             _SOURCE.read_text(),
@@ -142,6 +144,7 @@ class HopperVarlen:
 
     name = "hopper-varlen"
     capturable = True
+    fuses_rotary = True
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         torch.cuda.current_stream()  # makes the CUDA context that the driver calls below need
@@ -153,9 +156,19 @@ class HopperVarlen:
         kernel = self._kernels(choose_tiling(rows, len(cu_seqlens) - 1))
         return kernel, attention_tiles(cu_seqlens, rows, kernel.block_m)
 
-    def __call__(self, qkv: torch.Tensor, plan: tuple[_Kernel, torch.Tensor]) -> torch.Tensor:
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        plan: tuple[_Kernel, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         kernel, tiles = plan
         rows, _, heads, dim = qkv.shape
+        cos = sin = 0
+        if rotary is not None:
+            # The kernel turns its queries itself; a key is read by many blocks, so it is turned once, before.
+            rotate(qkv, *rotary, keys_only=True)
+            cos, sin = (table.data_ptr() for table in rotary)
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = len(tiles), heads, 1
@@ -167,8 +180,8 @@ class HopperVarlen:
         overlap.value.programmaticStreamSerializationAllowed = 1
         config.attrs, config.numAttrs = [overlap], 1
         maps = self._maps(qkv.data_ptr(), rows, heads, kernel.block_m, kernel.block_n)
-        values = (*maps, out.data_ptr(), tiles.data_ptr(), heads, dim**-0.5 * math.log2(math.e))
-        types = (None, None, None, None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_float)
+        values = (*maps, out.data_ptr(), tiles.data_ptr(), cos, sin, heads, dim**-0.5 * math.log2(math.e))
+        types = (*(None,) * 4, *(ctypes.c_void_p,) * 4, ctypes.c_int, ctypes.c_float)
         _call(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0))
         return out
 

@@ -120,6 +120,34 @@ class CostTable:
         return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
 
 
+_TIME_ALL_UP_TO = 1024
+
+
+def timed_budgets(token_budgets: Sequence[int]) -> list[int]:
+    """The budgets to time, ascending: all the small ones, every fourth of the large ones, and the largest. Beyond 1024
+    tokens the GPU is full and time grows evenly, so the others can be interpolated."""
+    ordered = sorted(token_budgets)
+    large = [b for b in ordered if b > _TIME_ALL_UP_TO]
+    return sorted({b for b in ordered if b <= _TIME_ALL_UP_TO} | set(large[3::4]) | set(large[-1:]))
+
+
+def interpolate_costs(points: Sequence[int], costs: Sequence[float], token_budgets: Sequence[int]) -> dict[int, float]:
+    """A cost for every budget from those measured at the ascending `points`, linear between them and from the origin.
+
+    A larger budget never costs less than a smaller one: noise must not make the packer prefer it.
+    """
+    table: dict[int, float] = {}
+    floor = 0.0
+    for budget in sorted(token_budgets):
+        at = bisect.bisect_left(points, budget)
+        cost = costs[at]
+        if points[at] != budget:
+            low, below = (points[at - 1], costs[at - 1]) if at else (0, 0.0)
+            cost = below + (costs[at] - below) * (budget - low) / (points[at] - low)
+        floor = table[budget] = max(floor, cost)
+    return table
+
+
 @dataclass(frozen=True)
 class Batch:
     """Items to run together: through the graph of `budget`, or eagerly for `reason` if it is None."""

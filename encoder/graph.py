@@ -60,16 +60,17 @@ class CpuStaticGraph:
 
 
 class CudaGraph:
-    """A CUDA graph of `run`, captured on `stream` into the memory pool `pool` after one warm-up run."""
+    """A CUDA graph of `run`, captured on `stream` into the memory pool `pool` after `warmup` ran there."""
 
     backend = "cuda-graph"
 
-    def __init__(self, run: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, warmup: Callable[[], None], run: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            run()
-            # Kernels that compile or pick an algorithm at their first call must have done so before the capture.
+            warmup()
             stream.synchronize()
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

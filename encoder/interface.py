@@ -62,6 +62,13 @@ class SupportsEncoderCudaGraph(Protocol):
         """Writes the batch's pixels into the leading rows of `input_buffer`."""
         ...
 
+    def encoder_cudagraph_warmup(
+        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        """Runs every kernel of the forward at this shape, as cheaply as can be: what compiles or picks an algorithm at
+        its first call must not do so during a capture. The result is not used."""
+        ...
+
     def encoder_cudagraph_forward(
         self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
     ) -> None:

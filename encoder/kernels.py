@@ -171,28 +171,21 @@ def _add_layer_norm(
 
 @triton.jit
 def _rotary(
-    QKV,
-    COS,
-    SIN,
-    stride,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HB: tl.constexpr,
-    DB: tl.constexpr,
+    QKV, COS, SIN, pairs, stride, FIRST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     _wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HB)
-    d = tl.arange(0, DB)
-    cos = tl.load(COS + row * HALF + d, mask=d < HALF, other=0.0)[None, :]
-    sin = tl.load(SIN + row * HALF + d, mask=d < HALF, other=0.0)[None, :]
-    inside = (head < HEADS)[:, None] & (d < HALF)[None, :]
-    at = QKV + row * stride + head[:, None] * (2 * HALF) + d[None, :]
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, (first * cos - second * sin).to(QKV.dtype.element_ty), mask=inside)
-    tl.store(at + HALF, (second * cos + first * sin).to(QKV.dtype.element_ty), mask=inside)
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < pairs
+    row, at = pair // (HEADS * HALF), pair % (HEADS * HALF)
+    head, d = at // HALF, at % HALF
+    cos = tl.load(COS + row * HALF + d, mask=inside, other=0.0)
+    sin = tl.load(SIN + row * HALF + d, mask=inside, other=0.0)
+    to = QKV + row.to(tl.int64) * stride + (FIRST + head) * (2 * HALF) + d
+    first = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(to + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, (first * cos - second * sin).to(QKV.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (second * cos + first * sin).to(QKV.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -249,6 +242,7 @@ class TritonVarlen:
 
     name = "triton-varlen"
     capturable = True
+    fuses_rotary = False
 
     def __init__(
         self,
@@ -268,7 +262,7 @@ class TritonVarlen:
         """int32 [tiles, 3]: first query row, segment start, segment end."""
         return attention_tiles(cu_seqlens, rows, self.block_m)
 
-    def __call__(self, qkv: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: torch.Tensor, rotary: Any = None) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
         wide = 1 << (dim.bit_length() - 1)
@@ -288,6 +282,19 @@ class TritonVarlen:
         return out
 
 
+def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys_only: bool = False) -> None:
+    """Rotates the keys, and unless `keys_only` the queries, of qkv [rows, 3, heads, head_dim] in place, in float32.
+
+    cos, sin: float32 [rows, head_dim / 2], contiguous.
+    """
+    rows, _, heads, dim = qkv.shape
+    first, count = (heads, heads) if keys_only else (0, 2 * heads)
+    pairs, block, pdl = rows * count * dim // 2, 1024, supports_pdl()
+    _rotary[(triton.cdiv(pairs, block),)](
+        qkv, cos, sin, pairs, qkv.stride(0), first, count, dim // 2, block, pdl, num_warps=4, launch_pdl=pdl
+    )
+
+
 class TritonOps:
     def __init__(self) -> None:
         self.pdl = supports_pdl()
@@ -304,12 +311,7 @@ class TritonOps:
         return out
 
     def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rows, _, heads, dim = qkv.shape
-        half = dim // 2
-        _rotary[(rows,)](
-            qkv, cos, sin, qkv.stride(0), 2 * heads, half, triton.next_power_of_2(2 * heads),
-            triton.next_power_of_2(half), self.pdl, num_warps=4, launch_pdl=self.pdl,
-        )  # fmt: skip
+        rotate(qkv, cos, sin)
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)

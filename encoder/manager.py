@@ -10,7 +10,15 @@ from typing import Any, cast
 
 import torch
 
-from encoder.budgets import Batch, CostTable, PackLimits, plan_batches, validate_budgets
+from encoder.budgets import (
+    Batch,
+    CostTable,
+    PackLimits,
+    interpolate_costs,
+    plan_batches,
+    timed_budgets,
+    validate_budgets,
+)
 from encoder.defs import (
     BudgetGraphMetadata,
     EncoderItemSpec,
@@ -94,9 +102,7 @@ class EncoderCudaGraphManager:
                     f"lower {modality}.max_tokens or {modality}.token_budgets"
                 ) from error
             self.budget_graphs.setdefault(modality, {})[budget] = graph
-        for modality, graphs in self.budget_graphs.items():
-            if modality not in self.costs:
-                self.costs[modality] = self._measure(graphs)
+        self._measure_costs()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._graph_bytes = before - torch.cuda.mem_get_info(self.device)[0]
@@ -116,35 +122,43 @@ class EncoderCudaGraphManager:
         graph: CapturedGraph
         if self.device.type == "cuda":
             assert self._stream is not None
-            graph = CudaGraph(run, self._pool, self._stream)
+
+            def warmup() -> None:
+                self.model.encoder_cudagraph_warmup(input_buffer, inputs.buffers, output)
+
+            graph = CudaGraph(warmup, run, self._pool, self._stream)
         else:
             graph = CpuStaticGraph(run)
         return BudgetGraphMetadata(
             token_budget, self.max_batch_size, inputs.max_num_seqs, graph, input_buffer, inputs.buffers, output
         )
 
-    def _measure(self, graphs: Mapping[int, BudgetGraphMetadata]) -> CostTable:
-        """Replay seconds of each graph without attention (every segment empty); by size where there is no GPU."""
+    def _measure_costs(self) -> None:
+        """Fills `costs` where none were given: replay seconds without attention (every segment empty) on CUDA, and
+        sizes where there is no GPU. Budgets that several modalities have are timed once: their graphs differ only in
+        segments."""
+        missing = [m for m in self.budget_graphs if m not in self.costs]
         if self.device.type != "cuda":
-            return CostTable.by_size(list(graphs))
-        seconds: dict[int, float] = {}
-        events = []
-        for budget, graph in sorted(graphs.items()):
+            self.costs |= {m: CostTable.by_size(list(self.budget_graphs[m])) for m in missing}
+            return
+        graphs = {b: g for m in missing for b, g in self.budget_graphs[m].items()}
+        for graph in graphs.values():
             for name in ("cu_seqlens", "sequence_lengths"):
                 if name in graph.buffers:
                     graph.buffers[name].zero_()
-            graph.graph.replay()
+        points = timed_budgets(list(graphs))
+        events = []
+        for budget in points:
+            # The first replay also uploads the graph.
+            graphs[budget].graph.replay()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.graph.replay()
+            graphs[budget].graph.replay()
             end.record()
-            events.append((budget, start, end))
+            events.append((start, end))
         torch.cuda.synchronize(self.device)
-        slowest = 0.0
-        for budget, start, end in events:
-            # A larger budget never costs less: noise must not make the packer prefer it.
-            slowest = seconds[budget] = max(slowest, start.elapsed_time(end) / 1e3)
-        return CostTable(seconds)
+        table = interpolate_costs(points, [start.elapsed_time(end) / 1e3 for start, end in events], list(graphs))
+        self.costs |= {m: CostTable({b: table[b] for b in self.budget_graphs[m]}) for m in missing}
 
     # --- execution ---
 

@@ -281,35 +281,56 @@ class Qwen3VLVisionEncoder(nn.Module):
             self.ops.patchify(frames, input_buffer[row : row + t * h * w], self._mean, self._std)
             row += t * h * w
 
+    def encoder_cudagraph_warmup(
+        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        # The blocks are alike, and so are the deepstack mergers: one of each runs every kernel.
+        x = self._forward(input_buffer, buffers, output, depth=1)
+        if self.deepstack_merger_list:
+            self._merge_level(x, 0, output)
+
     def encoder_cudagraph_forward(
         self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
     ) -> None:
+        self._forward(input_buffer, buffers, output, self.config.depth)
+
+    def _forward(
+        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor, depth: int
+    ) -> torch.Tensor:
+        """Writes `output`; returns the hidden states [rows, hidden_size] after the first `depth` blocks."""
         config, ops, attention = self.config, self.ops, self.attention
-        rows, width = len(input_buffer), config.out_hidden_size
+        rows = len(input_buffer)
         plan = attention.plan(buffers["cu_seqlens"], int(buffers["max_seqlen"]) if attention.capturable else 0, rows)
         cos, sin = buffers["rotary_pos_emb_cos"], buffers["rotary_pos_emb_sin"]
         embed: Any = self.patch_embed["proj"]
         x = F.linear(input_buffer, embed.weight.view(config.hidden_size, -1), embed.bias).add_(buffers["pos_embeds"])
         blocks: list[Any] = list(self.blocks)
         normed = ops.add_layer_norm(x, None, blocks[0].norm1.weight, blocks[0].norm1.bias)
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(blocks[:depth]):
             qkv = F.linear(normed, block.attn["qkv"].weight, block.attn["qkv"].bias)
             qkv = qkv.view(rows, 3, config.num_heads, config.head_dim)
-            ops.rotary_(qkv, cos, sin)
-            attended = attention(qkv, plan)
+            if attention.fuses_rotary:
+                attended = attention(qkv, plan, (cos, sin))
+            else:
+                ops.rotary_(qkv, cos, sin)
+                attended = attention(qkv, plan)
             attended = F.linear(attended, block.attn["proj"].weight, block.attn["proj"].bias)
             normed = ops.add_layer_norm(x, attended, block.norm2.weight, block.norm2.bias)
             hidden = ops.linear_gelu(normed, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
             hidden = F.linear(hidden, block.mlp.linear_fc2.weight, block.mlp.linear_fc2.bias)
             # The norm that reads this block's result next: the following block's, or the merger's.
-            norm: Any = blocks[index + 1].norm1 if index + 1 < len(blocks) else self.merger.norm
+            norm: Any = blocks[index + 1].norm1 if index + 1 < depth else self.merger.norm
             normed = ops.add_layer_norm(x, hidden, norm.weight, norm.bias)
             if index in config.deepstack_visual_indexes:
-                level = config.deepstack_visual_indexes.index(index)
-                merger: Any = self.deepstack_merger_list[level]
-                merged = ops.add_layer_norm(x.view(rows // MERGE**2, -1), None, merger.norm.weight, merger.norm.bias)
-                merger(merged, output[:, (level + 1) * width : (level + 2) * width])
-        self.merger(normed.view(rows // MERGE**2, -1), output[:, :width])
+                self._merge_level(x, config.deepstack_visual_indexes.index(index), output)
+        self.merger(normed.view(rows // MERGE**2, -1), output[:, : config.out_hidden_size])
+        return x
+
+    def _merge_level(self, x: torch.Tensor, level: int, output: torch.Tensor) -> None:
+        merger: Any = self.deepstack_merger_list[level]
+        normed = self.ops.add_layer_norm(x.view(len(output), -1), None, merger.norm.weight, merger.norm.bias)
+        width = self.config.out_hidden_size
+        merger(normed, output[:, (level + 1) * width : (level + 2) * width])
 
     def encoder_eager_forward(self, mm_kwargs: MmKwargs) -> torch.Tensor:
         grids = self._grids(mm_kwargs)
@@ -317,6 +338,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         pixels = torch.empty(rows, 3 * TEMPORAL * PATCH**2, dtype=self.dtype, device=self.device)
         self.write_encoder_cudagraph_input(mm_kwargs, pixels)
         buffers = self._metadata(grids, sum(t for t, _, _ in grids), max(h * w for _, h, w in grids))
+        for name in ("cu_seqlens", "sequence_lengths"):
+            buffers[name] = buffers[name].to(self.device, non_blocking=True)
         output = torch.empty(rows // MERGE**2, self.config.width, dtype=self.dtype, device=self.device)
         self.encoder_cudagraph_forward(pixels, buffers, output)
         return output
@@ -338,7 +361,7 @@ class Qwen3VLVisionEncoder(nn.Module):
         return [(int(t), int(h), int(w)) for t, h, w in rows]
 
     def _metadata(self, grids: Sequence[Grid], max_num_seqs: int, max_seqlen: int) -> dict[str, torch.Tensor]:
-        """Buffers for these items; bounds past the last segment repeat it."""
+        """Buffers for these items, the integer ones on the host; bounds past the last segment repeat it."""
         tables = [table for t, h, w in grids for table in [self._position_table(h, w)] * t]
         lengths = [h * w for t, h, w in grids for _ in range(t)]
         bounds = [0]
@@ -356,8 +379,7 @@ class Qwen3VLVisionEncoder(nn.Module):
         }
 
     def _int32(self, values: list[int]) -> torch.Tensor:
-        host = torch.tensor(values, dtype=torch.int32)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return torch.tensor(values, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
     def _position_table(self, h: int, w: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(position embeddings [h*w, hidden], cos, sin [h*w, head_dim / 2]) of a temporal patch, in merge-block order.
