@@ -60,17 +60,17 @@ class CpuStaticGraph:
 
 
 class CudaGraph:
-    """A CUDA graph of `run`, captured on `stream` into the memory pool `pool` after `warmup` ran there."""
+    """A CUDA graph of `run`, captured on `stream` into the memory pool `pool` after `warmup` (or `run`) ran there."""
 
     backend = "cuda-graph"
 
     def __init__(
-        self, warmup: Callable[[], None], run: Callable[[], None], pool: Any, stream: torch.cuda.Stream
+        self, run: Callable[[], None], pool: Any, stream: torch.cuda.Stream, warmup: Callable[[], None] | None = None
     ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            warmup()
+            (warmup or run)()
             stream.synchronize()
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

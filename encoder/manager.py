@@ -126,7 +126,7 @@ class EncoderCudaGraphManager:
             def warmup() -> None:
                 self.model.encoder_cudagraph_warmup(input_buffer, inputs.buffers, output)
 
-            graph = CudaGraph(warmup, run, self._pool, self._stream)
+            graph = CudaGraph(run, self._pool, self._stream, warmup)
         else:
             graph = CpuStaticGraph(run)
         return BudgetGraphMetadata(

@@ -269,7 +269,7 @@ class Qwen3VLVisionEncoder(nn.Module):
         max_num_seqs = max_batch_size * max_item_seqs
         if any(t > max_item_seqs for t, _, _ in grids) or sum(t for t, _, _ in grids) > max_num_seqs:
             return EncoderCudaGraphReplayBuffers({}, fits=False)
-        return EncoderCudaGraphReplayBuffers(dict(self._metadata(grids, max_num_seqs, token_budget * MERGE**2)))
+        return EncoderCudaGraphReplayBuffers(dict(self._host_metadata(grids, max_num_seqs, token_budget * MERGE**2)))
 
     def write_encoder_cudagraph_input(self, mm_kwargs: MmKwargs, input_buffer: torch.Tensor) -> None:
         pixels = mm_kwargs[self._get_pixel_values_key(mm_kwargs)]
@@ -338,8 +338,6 @@ class Qwen3VLVisionEncoder(nn.Module):
         pixels = torch.empty(rows, 3 * TEMPORAL * PATCH**2, dtype=self.dtype, device=self.device)
         self.write_encoder_cudagraph_input(mm_kwargs, pixels)
         buffers = self._metadata(grids, sum(t for t, _, _ in grids), max(h * w for _, h, w in grids))
-        for name in ("cu_seqlens", "sequence_lengths"):
-            buffers[name] = buffers[name].to(self.device, non_blocking=True)
         output = torch.empty(rows // MERGE**2, self.config.width, dtype=self.dtype, device=self.device)
         self.encoder_cudagraph_forward(pixels, buffers, output)
         return output
@@ -361,6 +359,13 @@ class Qwen3VLVisionEncoder(nn.Module):
         return [(int(t), int(h), int(w)) for t, h, w in rows]
 
     def _metadata(self, grids: Sequence[Grid], max_num_seqs: int, max_seqlen: int) -> dict[str, torch.Tensor]:
+        """Buffers for these items, on the device."""
+        buffers = self._host_metadata(grids, max_num_seqs, max_seqlen)
+        for name in ("cu_seqlens", "sequence_lengths"):
+            buffers[name] = buffers[name].to(self.device, non_blocking=True)
+        return buffers
+
+    def _host_metadata(self, grids: Sequence[Grid], max_num_seqs: int, max_seqlen: int) -> dict[str, torch.Tensor]:
         """Buffers for these items, the integer ones on the host; bounds past the last segment repeat it."""
         tables = [table for t, h, w in grids for table in [self._position_table(h, w)] * t]
         lengths = [h * w for t, h, w in grids for _ in range(t)]
