@@ -298,13 +298,14 @@ class CudnnDense:
 
     name = "cudnn-dense"
     capturable = True
+    fuses_rotary = False
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> int:
         if rows % max_seqlen:
             raise ValueError(f"{rows} rows are no whole number of segments of {max_seqlen}")
         return max_seqlen
 
-    def __call__(self, qkv: torch.Tensor, plan: int) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: int, rotary: Any = None) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
         q, k, v = qkv.view(rows // plan, plan, 3, heads, dim).permute(2, 0, 3, 1, 4)
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -332,7 +333,7 @@ def capture_exact(
         pixels = torch.empty(column.patches, 1536, dtype=encoder.dtype, device=encoder.device)
         encoder.write_encoder_cudagraph_input(batch, pixels)
         filled = encoder.prepare_encoder_cudagraph_replay_buffers(batch, column.tokens, column.items).buffers
-        buffers = {name: value for name, value in filled.items() if value is not None}
+        buffers = {name: value.to(encoder.device) for name, value in filled.items() if value is not None}
         buffers["max_seqlen"] = torch.tensor(column.frames_per_segment[1], dtype=torch.int32)
         output = torch.empty(column.tokens, encoder.config.width, dtype=encoder.dtype, device=encoder.device)
 
