@@ -53,42 +53,43 @@ class PlayedPools:
         return 128
 
 
-@pytest.fixture
-def played() -> PlayedPools:
-    return PlayedPools()
-
-
 Post = Callable[..., httpx.Response]
+SETTINGS = Settings(limits=Limits(decode_processes=1))
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Pipeline]:
+    """One for all tests, as its decoder takes seconds to start."""
+    shared = Pipeline(SETTINGS, ProcessorConfig(), cast(Pools, PlayedPools()))
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def make(played: PlayedPools) -> Iterator[Callable[[Settings], Post]]:
-    pipelines: list[Pipeline] = []
+def played(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
+    pools = PlayedPools()
+    monkeypatch.setattr(pipeline, "_pools", pools)
+    return pools
 
-    def post_to(settings: Settings) -> Post:
-        ingress = IngressReplica.__new__(IngressReplica)
-        pools = cast(Pools, played)
-        pipelines.append(Pipeline(settings, ProcessorConfig(), pools))
-        ingress._settings, ingress._pools, ingress._pipeline = settings, pools, pipelines[-1]
-        api = ingress.__serve_build_asgi_app__()
 
-        def post(**request: Any) -> httpx.Response:
-            async def run() -> httpx.Response:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
-                    return await client.post("/v1/encode", **request)
+def ingress_post(pipeline: Pipeline, settings: Settings) -> Post:
+    ingress = IngressReplica.__new__(IngressReplica)
+    ingress._settings, ingress._pools, ingress._pipeline = settings, pipeline._pools, pipeline
+    api = ingress.__serve_build_asgi_app__()
 
-            return asyncio.run(run())
+    def post(**request: Any) -> httpx.Response:
+        async def run() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+                return await client.post("/v1/encode", **request)
 
-        return post
+        return asyncio.run(run())
 
-    yield post_to
-    for pipeline in pipelines:
-        pipeline.close()
+    return post
 
 
 @pytest.fixture
-def post(make: Callable[[Settings], Post]) -> Post:
-    return make(Settings(limits=Limits(decode_processes=1)))
+def post(pipeline: Pipeline, played: PlayedPools) -> Post:
+    return ingress_post(pipeline, SETTINGS)
 
 
 def gif(red: int, frames: int = 1, side: int = 256) -> bytes:
@@ -125,10 +126,12 @@ def test_options_reach_the_replica(post: Post, played: PlayedPools) -> None:
     assert item.deadline is not None
 
 
-def test_the_deadline(make: Callable[[Settings], Post], played: PlayedPools) -> None:
+def test_the_deadline(post: Post, pipeline: Pipeline, played: PlayedPools) -> None:
+    assert post(content=gif(10)).status_code == 200
     played.hang = True
-    answer = make(Settings(limits=Limits(decode_processes=1, deadline_s=3)))(content=gif(10))
+    answer = ingress_post(pipeline, Settings(limits=Limits(deadline_s=1)))(content=gif(10))
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline")
+    assert played.cancelled == 1
 
 
 def test_one_failing_pool_cancels_the_others(post: Post, played: PlayedPools) -> None:
