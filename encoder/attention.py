@@ -14,20 +14,15 @@ import torch.nn.functional as F
 class Attention(Protocol):
     """`plan` runs once a forward, `__call__` once a layer; both inside the captured callable.
 
-    qkv: [rows, 3, heads, head_dim]. Returns [rows, heads * head_dim] in the same dtype.
-    rotary: cos and sin, float32 [rows, head_dim / 2]: given only to an implementation that `fuses_rotary`, which then
-        rotates queries and keys itself (and may change qkv); without it they come rotated.
+    qkv: [rows, 3, heads, head_dim], rotated. Returns [rows, heads * head_dim] in the same dtype.
     """
 
     name: str
     capturable: bool
-    fuses_rotary: bool
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> Any: ...
 
-    def __call__(
-        self, qkv: torch.Tensor, plan: Any, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor: ...
+    def __call__(self, qkv: torch.Tensor, plan: Any) -> torch.Tensor: ...
 
 
 class SegmentSdpa:
@@ -35,7 +30,6 @@ class SegmentSdpa:
 
     name = "sdpa"
     capturable = False
-    fuses_rotary = False
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> list[tuple[int, int, int]]:
         """(first row, segments, rows of each) for every run of equally long segments."""
@@ -50,7 +44,7 @@ class SegmentSdpa:
                 runs.append((start, 1, end - start))
         return runs
 
-    def __call__(self, qkv: torch.Tensor, plan: list[tuple[int, int, int]], rotary: Any = None) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: list[tuple[int, int, int]]) -> torch.Tensor:
         rows, _, heads, head_dim = qkv.shape
         out = qkv.new_empty(rows, heads, head_dim)
         for start, count, length in plan:
@@ -66,12 +60,11 @@ class FlashVarlen:
 
     name = "flash-attn-2"
     capturable = True
-    fuses_rotary = False
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> tuple[torch.Tensor, int]:
         return cu_seqlens, max_seqlen
 
-    def __call__(self, qkv: torch.Tensor, plan: tuple[torch.Tensor, int], rotary: Any = None) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: tuple[torch.Tensor, int]) -> torch.Tensor:
         cu_seqlens, max_seqlen = plan
         q, k, v = qkv.unbind(1)
         o = torch.ops.aten._flash_attention_forward(

@@ -79,29 +79,6 @@ __device__ __forceinline__ void issue_pv(float (&o)[D / 2], u32 (&p)[BN / 4], u3
   wgmma_commit();
 }
 
-// Where element `column` of query row `row` lies, given the swizzles of the wide and the narrow part.
-__device__ __forceinline__ u32 query_address(u32 q, u32 qt, int row, int column) {
-  if (column < 64) return q + row * 128 + ((column * 2) ^ ((row & 7) << 4));
-  return qt + row * 32 + (((column - 64) * 2) ^ (((row >> 2) & 1) << 4));
-}
-
-// Rotary embedding, in place, of the 64 query rows from `first` on: column c turns with column c + D / 2.
-__device__ __forceinline__ void rotate_queries(u32 q, u32 qt, int first, int end, const float* cosine, const float* sine) {
-  for (int i = threadIdx.x % 128; i < 64 * (D / 2); i += 128) {
-    const int row = i / (D / 2), c = i % (D / 2);
-    if (first + row >= end) break;
-    const u32 low = query_address(q, qt, row, c), high = query_address(q, qt, row, c + D / 2);
-    u16 a, b;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(a) : "r"(low) : "memory");
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(b) : "r"(high) : "memory");
-    const float x = unpack(a), y = unpack(b), cos = cosine[(long long)(first + row) * (D / 2) + c],
-                sin = sine[(long long)(first + row) * (D / 2) + c];
-    const u32 turned = pack(x * cos - y * sin, y * cos + x * sin);
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(low), "h"((u16)turned) : "memory");
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(high), "h"((u16)(turned >> 16)) : "memory");
-  }
-}
-
 // Turns scores into probabilities in place; returns by reference the running maximum (in units of log2) and sum of the
 // two rows that a thread holds, and the factors by which earlier results shrink.
 __device__ __forceinline__ void softmax_step(float (&s)[BN / 2], float (&row_max)[2], float (&row_sum)[2],
@@ -137,8 +114,7 @@ __device__ __forceinline__ void to_operand(u32 (&p)[BN / 4], const float (&s)[BN
 extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
     varlen_attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_qt,
                      const __grid_constant__ TensorMap map_kv, const __grid_constant__ TensorMap map_kt,
-                     u16* __restrict__ out, const int* __restrict__ tiles, const float* __restrict__ cosine,
-                     const float* __restrict__ sine, int heads, float scale) {
+                     u16* __restrict__ out, const int* __restrict__ tiles, int heads, float scale) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ __align__(8) u64 barriers[1 + 4 * STAGES];
   const u32 base = (smem_address(smem) + 1023) & ~1023u;
@@ -212,11 +188,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
 
   const int valid = end - last;
   barrier_wait(full_q, 0);
-  if (cosine != nullptr) {
-    rotate_queries(my_q, my_qt, q0 + 64 * group, end, cosine, sine);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-  }
   barrier_wait(full_k, 0);
   pin(s);
   wgmma_fence();

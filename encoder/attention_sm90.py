@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 
-from encoder.kernels import attention_tiles, rotate
+from encoder.kernels import attention_tiles
 
 _SOURCE = Path(__file__).with_name("attention_sm90.cu")
 
@@ -64,8 +64,6 @@ def source(head_dim: int, block_n: int, warpgroups: int, stages: int, element: s
             f"#define STAGES {stages}",
             "__device__ __forceinline__ u32 pack(float low, float high) {",
             f'u32 r; asm("cvt.rn.{element}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }}',
-            "__device__ __forceinline__ float unpack(u16 x) {",
-            f'float r; asm("cvt.f32.{element} %0, %1;" : "=f"(r) : "h"(x)); return r; }}',
             _mma("mma_qk", block_n, element, a_in_registers=False),
             _mma("mma_pv", head_dim, element, a_in_registers=True),
             _SOURCE.read_text(),
@@ -139,12 +137,36 @@ class _Kernel:
         _call(driver.cuFuncSetAttribute(self.function, limit, self.shared_bytes))
 
 
+_TYPES = (*(None,) * 4, *(ctypes.c_void_p,) * 2, ctypes.c_int, ctypes.c_float)
+
+
+class _Launch:
+    """A kernel, the tiles that it runs over, and its launch configuration, which the layers of a forward share."""
+
+    def __init__(self, kernel: _Kernel, tiles: torch.Tensor) -> None:
+        self.kernel, self.tiles = kernel, tiles
+        self._config: Any = None
+
+    def config(self, heads: int) -> Any:
+        if self._config is None:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = len(self.tiles), heads, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.kernel.threads, 1, 1
+            config.sharedMemBytes = self.kernel.shared_bytes
+            config.hStream = torch.cuda.current_stream(self.tiles.device).cuda_stream
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [overlap], 1
+            self._config = config
+        return self._config
+
+
 class HopperVarlen:
     """FlashAttention-3's scheme at the head's own width; see `attention_sm90.cu`. bfloat16 or float16."""
 
     name = "hopper-varlen"
     capturable = True
-    fuses_rotary = True
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         torch.cuda.current_stream()  # makes the CUDA context that the driver calls below need
@@ -152,37 +174,16 @@ class HopperVarlen:
         self._kernels = functools.cache(lambda tiling: _Kernel(head_dim, dtype, tiling))
         self._maps = functools.lru_cache(maxsize=256)(self._encode_maps)
 
-    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> tuple[_Kernel, torch.Tensor]:
+    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> _Launch:
         kernel = self._kernels(choose_tiling(rows, len(cu_seqlens) - 1))
-        return kernel, attention_tiles(cu_seqlens, rows, kernel.block_m)
+        return _Launch(kernel, attention_tiles(cu_seqlens, rows, kernel.block_m))
 
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        plan: tuple[_Kernel, torch.Tensor],
-        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        kernel, tiles = plan
+    def __call__(self, qkv: torch.Tensor, plan: _Launch) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
-        cos = sin = 0
-        if rotary is not None:
-            # The kernel turns its queries itself; a key is read by many blocks, so it is turned once, before.
-            rotate(qkv, *rotary, keys_only=True)
-            cos, sin = (table.data_ptr() for table in rotary)
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = len(tiles), heads, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-        config.sharedMemBytes = kernel.shared_bytes
-        config.hStream = torch.cuda.current_stream(qkv.device).cuda_stream
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [overlap], 1
-        maps = self._maps(qkv.data_ptr(), rows, heads, kernel.block_m, kernel.block_n)
-        values = (*maps, out.data_ptr(), tiles.data_ptr(), cos, sin, heads, dim**-0.5 * math.log2(math.e))
-        types = (*(None,) * 4, *(ctypes.c_void_p,) * 4, ctypes.c_int, ctypes.c_float)
-        _call(driver.cuLaunchKernelEx(config, kernel.function, (values, types), 0))
+        maps = self._maps(qkv.data_ptr(), rows, heads, plan.kernel.block_m, plan.kernel.block_n)
+        values = (*maps, out.data_ptr(), plan.tiles.data_ptr(), heads, dim**-0.5 * math.log2(math.e))
+        _call(driver.cuLaunchKernelEx(plan.config(heads), plan.kernel.function, (values, _TYPES), 0))
         return out
 
     def _encode_maps(self, address: int, rows: int, heads: int, block_m: int, block_n: int) -> list[Any]:

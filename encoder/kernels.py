@@ -171,7 +171,7 @@ def _add_layer_norm(
 
 @triton.jit
 def _rotary(
-    QKV, COS, SIN, pairs, stride, FIRST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    QKV, COS, SIN, pairs, stride, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     _wait(PDL)
@@ -181,7 +181,7 @@ def _rotary(
     head, d = at // HALF, at % HALF
     cos = tl.load(COS + row * HALF + d, mask=inside, other=0.0)
     sin = tl.load(SIN + row * HALF + d, mask=inside, other=0.0)
-    to = QKV + row.to(tl.int64) * stride + (FIRST + head) * (2 * HALF) + d
+    to = QKV + row.to(tl.int64) * stride + head * (2 * HALF) + d
     first = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(to + HALF, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, (first * cos - second * sin).to(QKV.dtype.element_ty), mask=inside)
@@ -242,7 +242,6 @@ class TritonVarlen:
 
     name = "triton-varlen"
     capturable = True
-    fuses_rotary = False
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class TritonVarlen:
         """int32 [tiles, 3]: first query row, segment start, segment end."""
         return attention_tiles(cu_seqlens, rows, self.block_m)
 
-    def __call__(self, qkv: torch.Tensor, plan: torch.Tensor, rotary: Any = None) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
         wide = 1 << (dim.bit_length() - 1)
@@ -282,19 +281,6 @@ class TritonVarlen:
         return out
 
 
-def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keys_only: bool = False) -> None:
-    """Rotates the keys, and unless `keys_only` the queries, of qkv [rows, 3, heads, head_dim] in place, in float32.
-
-    cos, sin: float32 [rows, head_dim / 2], contiguous.
-    """
-    rows, _, heads, dim = qkv.shape
-    first, count = (heads, heads) if keys_only else (0, 2 * heads)
-    pairs, block, pdl = rows * count * dim // 2, 1024, supports_pdl()
-    _rotary[(triton.cdiv(pairs, block),)](
-        qkv, cos, sin, pairs, qkv.stride(0), first, count, dim // 2, block, pdl, num_warps=4, launch_pdl=pdl
-    )
-
-
 class TritonOps:
     def __init__(self) -> None:
         self.pdl = supports_pdl()
@@ -311,7 +297,11 @@ class TritonOps:
         return out
 
     def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        rotate(qkv, cos, sin)
+        rows, _, heads, dim = qkv.shape
+        pairs, block = rows * heads * dim, 1024
+        _rotary[(triton.cdiv(pairs, block),)](
+            qkv, cos, sin, pairs, qkv.stride(0), 2 * heads, dim // 2, block, self.pdl, num_warps=4, launch_pdl=self.pdl
+        )
 
     def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)

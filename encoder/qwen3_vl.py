@@ -309,11 +309,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         for index, block in enumerate(blocks[:depth]):
             qkv = F.linear(normed, block.attn["qkv"].weight, block.attn["qkv"].bias)
             qkv = qkv.view(rows, 3, config.num_heads, config.head_dim)
-            if attention.fuses_rotary:
-                attended = attention(qkv, plan, (cos, sin))
-            else:
-                ops.rotary_(qkv, cos, sin)
-                attended = attention(qkv, plan)
+            ops.rotary_(qkv, cos, sin)
+            attended = attention(qkv, plan)
             attended = F.linear(attended, block.attn["proj"].weight, block.attn["proj"].bias)
             normed = ops.add_layer_norm(x, attended, block.norm2.weight, block.norm2.bias)
             hidden = ops.linear_gelu(normed, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
