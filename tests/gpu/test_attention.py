@@ -82,26 +82,6 @@ def test_values(kind: str, dtype: torch.dtype, head_dim: int, layout: str) -> No
         check(attention(qkv, attention.plan(bounds, len(qkv), len(qkv))), qkv, lengths)
 
 
-@pytest.mark.parametrize("layout", ["4", "196", "196s", "around the tiles", "mixed", "large between small"])
-@pytest.mark.parametrize("head_dim", [64, 72])
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
-def test_rotated_as_the_tower_does(kind: str, dtype: torch.dtype, head_dim: int, layout: str) -> None:
-    """An implementation that rotates queries and keys itself gives what it gives for rotated ones."""
-    lengths = LAYOUTS[layout]
-    used, rows = sum(lengths), sum(lengths) + 100
-    attention, bounds = make_attention(kind, dtype, head_dim), bounds_of(lengths, 5)
-    qkv = make_qkv(rows, head_dim, dtype)
-    angles = torch.randn(rows, head_dim // 2, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE) * 20
-    cos, sin = angles.cos(), angles.sin()
-    for tensor in (qkv, cos, sin):
-        tensor[used:] = float("nan")
-    rotated = qkv.clone()
-    TorchOps().rotary_(rotated, cos, sin)
-    plan = attention.plan(bounds, rows, rows)
-    out = attention(qkv, plan, (cos, sin)) if attention.fuses_rotary else attention(rotated, plan)
-    check(out, rotated, lengths)
-
-
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), -float("inf"), 3e38])
 @pytest.mark.parametrize("head_dim", [64, 72])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)

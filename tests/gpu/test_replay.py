@@ -83,18 +83,15 @@ class RecordedAttention:
 
     def __init__(self, inner: Attention) -> None:
         self.inner, self.name, self.capturable = inner, inner.name, inner.capturable
-        self.fuses_rotary = inner.fuses_rotary
         self.outputs: list[torch.Tensor] = []
         self.probes: list[torch.Tensor] = []
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> Any:
         return self.inner.plan(cu_seqlens, max_seqlen, rows)
 
-    def __call__(
-        self, qkv: torch.Tensor, plan: Any, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: Any) -> torch.Tensor:
         probe = torch.empty(16, dtype=qkv.dtype, device=qkv.device)
-        out = self.inner(qkv, plan, rotary)
+        out = self.inner(qkv, plan)
         if torch.cuda.is_current_stream_capturing():
             self.probes.append(probe)
             self.outputs.append(out)
