@@ -13,9 +13,12 @@ import binascii
 import fnmatch
 import ipaddress
 import socket
+import ssl
 from collections.abc import Sequence
+from functools import cache
 from urllib.parse import unquote_to_bytes
 
+import certifi
 import httpx
 
 from app.errors import FovealError
@@ -75,9 +78,16 @@ def _too_large(limit: int) -> FovealError:
     return FovealError("body_too_large", f"the content behind the URL is over {limit} bytes")
 
 
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Trusts certifi's roots alone, whatever the environment names."""
+    return ssl.create_default_context(cafile=certifi.where())
+
+
 async def _follow(url: str, settings: FetchSettings, limit: int) -> bytes:
-    # verify=True builds a context from certifi's roots alone; trust_env=False keeps SSL_CERT_FILE and proxies out.
-    async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=settings.timeout_s) as client:
+    async with httpx.AsyncClient(
+        verify=tls_context(), trust_env=False, follow_redirects=False, timeout=settings.timeout_s
+    ) as client:
         target = _parse(url)
         for _ in range(settings.max_redirects + 1):
             addresses = await _allowed_addresses(target, settings)
