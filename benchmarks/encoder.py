@@ -298,14 +298,13 @@ class CudnnDense:
 
     name = "cudnn-dense"
     capturable = True
-    fuses_rotary = False
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> int:
         if rows % max_seqlen:
             raise ValueError(f"{rows} rows are no whole number of segments of {max_seqlen}")
         return max_seqlen
 
-    def __call__(self, qkv: torch.Tensor, plan: int, rotary: Any = None) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: int) -> torch.Tensor:
         rows, _, heads, dim = qkv.shape
         q, k, v = qkv.view(rows // plan, plan, 3, heads, dim).permute(2, 0, 3, 1, 4)
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(

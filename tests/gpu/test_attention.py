@@ -9,7 +9,6 @@ import torch
 
 from encoder.attention import Attention, FlashVarlen, choose_attention
 from encoder.graph import CudaGraph
-from encoder.ops import TorchOps
 from tests.gpu.conftest import DEVICE, bounds_of, relative_error, worst_row_error
 
 HEADS = 16
