@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -371,13 +372,15 @@ class Qwen3VLVisionEncoder(nn.Module):
             bounds.append(bounds[-1] + length)
         bounds += bounds[-1:] * (max_num_seqs - len(lengths))
         pos, cos, sin = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
+        # One allocation for both integer buffers: pinned memory is dear to ask for.
+        integers = self._int32([*bounds, *lengths, *[0] * (max_num_seqs - len(lengths))])
         return {
             "pos_embeds": pos,
             "rotary_pos_emb_cos": cos,
             "rotary_pos_emb_sin": sin,
-            "cu_seqlens": self._int32(bounds),
-            "max_seqlen": torch.tensor(max_seqlen, dtype=torch.int32),
-            "sequence_lengths": self._int32(lengths + [0] * (max_num_seqs - len(lengths))),
+            "cu_seqlens": integers[: max_num_seqs + 1],
+            "max_seqlen": _scalar(max_seqlen),
+            "sequence_lengths": integers[max_num_seqs + 1 :],
         }
 
     def _int32(self, values: list[int]) -> torch.Tensor:
@@ -420,3 +423,9 @@ class Qwen3VLVisionEncoder(nn.Module):
         inv_freq = (1.0 / config.rope_theta ** (quarter / (config.head_dim // 2))).to(device)
         angles = torch.cat((y[:, None] * inv_freq, x[:, None] * inv_freq), dim=1)
         return embeds, angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=1024)
+def _scalar(value: int) -> torch.Tensor:
+    """int32 [] on the host; shared, so not to be written to."""
+    return torch.tensor(value, dtype=torch.int32)
