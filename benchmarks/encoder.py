@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from encoder.attention import Attention, FlashVarlen, SegmentSdpa, has_triton
-from encoder.budgets import generate_token_budgets
+from encoder.budgets import default_token_budgets
 from encoder.defs import Modality
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph
 from encoder.manager import EncoderCudaGraphManager
@@ -66,7 +66,6 @@ TOWERS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0, 1, 2],
     },
 }
-MIN_TOKENS, MAX_TOKENS = 64, {"full": 16384, "tiny": 1024}
 MAX_BATCH_SIZE = 16
 ROTATED = 4
 PACKED = "flash_torch_varlen"
@@ -377,7 +376,7 @@ def split_levels(rows: torch.Tensor, count: int) -> list[torch.Tensor]:
 def make_manager(
     model: str, encoder: Qwen3VLVisionEncoder, modalities: Sequence[Modality] = ("image", "video")
 ) -> EncoderCudaGraphManager:
-    budgets = generate_token_budgets(MIN_TOKENS, MAX_TOKENS[model])
+    budgets = default_token_budgets(encoder.device.type)
     return EncoderCudaGraphManager(
         encoder, dict.fromkeys(modalities, budgets), MAX_BATCH_SIZE, encoder.device, encoder.dtype
     )

@@ -10,7 +10,7 @@ from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
 from deployments.batcher import Batcher, BatchLimits, Size
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
-from encoder.budgets import generate_token_budgets
+from encoder.budgets import default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
 
@@ -95,6 +95,6 @@ class PoolReplica:
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:
-    """The budgets to capture: those that the settings name, or powers of two up to what the device can take."""
-    largest = own.max_tokens or (1024 if resolve_device(settings.device) == "cpu" else 16384)
-    return list(own.token_budgets) or generate_token_budgets(own.min_tokens, largest)
+    """The budgets to capture: those that the settings name, or what suits the device."""
+    device_type = resolve_device(settings.device).partition(":")[0]
+    return list(own.token_budgets) or default_token_budgets(device_type, own.min_tokens, own.max_tokens)

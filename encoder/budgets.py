@@ -37,6 +37,14 @@ def generate_token_budgets(min_tokens: int, max_tokens: int, steps_per_octave: i
     return sorted(budgets)
 
 
+def default_token_budgets(device_type: str, min_tokens: int = 64, max_tokens: int | None = None) -> list[int]:
+    """The budgets to capture where none are named: eight an octave up to 16384 tokens on CUDA, where a graph costs next
+    to nothing and padding a lot; powers of two up to 1024 elsewhere."""
+    if device_type == "cuda":
+        return generate_token_budgets(min_tokens, max_tokens or 16384, 8)
+    return generate_token_budgets(min_tokens, max_tokens or 1024)
+
+
 def validate_budgets(token_budgets: Sequence[int], max_batch_size: int) -> list[int]:
     """The budgets, ascending.
 
