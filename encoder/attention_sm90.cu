@@ -3,12 +3,16 @@
 // the last while they take the softmax. The head dimension is used as it is: 72 is 72 columns of PV and 80 of QK^T.
 //
 // Set by the host: D (head dimension, a multiple of 8 from 64 to 80), BN (keys in a tile), WGS (consumer warpgroups),
-// STAGES, ELEMENT ("bf16" or "f16" helpers below), and the functions mma_qk and mma_pv.
+// BLOCKS (of them at once on a multiprocessor), STAGES, ELEMENT ("bf16" or "f16" helpers below), and the functions mma_qk and mma_pv.
 
 #define TAIL (D > 64)
 #define BM (64 * WGS)
 #define PRODUCER (WGS > 1 ? 128 : 32)
 #define THREADS (128 * WGS + PRODUCER)
+// Registers that the producer gives up go to the consumers, in steps of 8.
+#define PRODUCER_REGISTERS (WGS == 3 ? 32 : 24)
+#define CONSUMER_LIMIT ((65536 / BLOCKS - 128 * PRODUCER_REGISTERS) / (128 * WGS) / 8 * 8)
+#define CONSUMER_REGISTERS (CONSUMER_LIMIT > 240 ? 240 : CONSUMER_LIMIT)
 #define K_BYTES (BN * 128)
 #define KT_BYTES (TAIL ? BN * 32 : 0)
 #define V_BYTES (BN * 128 * (TAIL ? 2 : 1))
@@ -111,7 +115,7 @@ __device__ __forceinline__ void to_operand(u32 (&p)[BN / 4], const float (&s)[BN
   for (int i = 0; i < BN / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     varlen_attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_qt,
                      const __grid_constant__ TensorMap map_kv, const __grid_constant__ TensorMap map_kt,
                      u16* __restrict__ out, const int* __restrict__ tiles, int heads, float scale) {
@@ -144,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
   const int last = start + (count - 1) * BN;
 
   if (group == WGS) {
-    if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 24 : 32));
+    if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (threadIdx.x == 128 * WGS) {
       barrier_expect(full_q, Q_BYTES + QT_BYTES);
       load_tile(q, &map_q, full_q, 0, head, q0);
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
     }
     return;
   }
-  if (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WGS == 2 ? 240 : 160));
+  if (WGS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const bool signals = lane == 0;
   if (q0 + 64 * group >= end) {

@@ -23,6 +23,28 @@ class CudaError(RuntimeError):
     """A call of the CUDA driver or of its run-time compiler failed."""
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """Keys in a tile, consumer warpgroups of 64 query rows, tiles of K and V in flight, blocks on a multiprocessor."""
+
+    block_n: int
+    warpgroups: int
+    stages: int = 2
+    blocks: int = 1
+
+
+def choose_tiling(rows: int, num_seqs: int) -> Tiling:
+    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200.
+
+    Few rows want many small blocks; many segments mean short ones, for which a tile of 112 keys wastes less than 128.
+    """
+    if rows <= 512:
+        return Tiling(64, 1, blocks=3)
+    if rows <= 1024:
+        return Tiling(112, 2)
+    return Tiling(128 if num_seqs <= 32 else 112, 3)
+
+
 def _call(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if int(error) != 0:
@@ -52,19 +74,20 @@ def _mma(name: str, n: int, element: str, a_in_registers: bool) -> str:
     )
 
 
-def source(head_dim: int, block_n: int, warpgroups: int, stages: int, element: str) -> str:
+def source(head_dim: int, tiling: Tiling, element: str) -> str:
     """The CUDA source for one configuration; `element` is "bf16" or "f16"."""
     return "\n".join(
         [
             "typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16;",
             "#define NEG_INF __int_as_float(0xff800000)",
             f"#define D {head_dim}",
-            f"#define BN {block_n}",
-            f"#define WGS {warpgroups}",
-            f"#define STAGES {stages}",
+            f"#define BN {tiling.block_n}",
+            f"#define WGS {tiling.warpgroups}",
+            f"#define BLOCKS {tiling.blocks}",
+            f"#define STAGES {tiling.stages}",
             "__device__ __forceinline__ u32 pack(float low, float high) {",
             f'u32 r; asm("cvt.rn.{element}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }}',
-            _mma("mma_qk", block_n, element, a_in_registers=False),
+            _mma("mma_qk", tiling.block_n, element, a_in_registers=False),
             _mma("mma_pv", head_dim, element, a_in_registers=True),
             _SOURCE.read_text(),
         ]
@@ -98,34 +121,13 @@ def compile_cubin(code: str) -> bytes:
     return cubin
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Keys in a tile, consumer warpgroups of 64 query rows, tiles of K and V in flight."""
-
-    block_n: int
-    warpgroups: int
-    stages: int
-
-
-def choose_tiling(rows: int, num_seqs: int) -> Tiling:
-    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200.
-
-    Few rows want many small blocks; many segments mean short ones, for which a tile of 112 keys wastes less than 128.
-    """
-    if rows <= 512:
-        return Tiling(64, 1, 2)
-    if rows <= 1024:
-        return Tiling(112, 2, 2)
-    return Tiling(128 if num_seqs <= 32 else 112, 3, 2)
-
-
 class _Kernel:
     """One tiling, compiled and loaded on the current device."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, tiling: Tiling) -> None:
         element = "bf16" if dtype == torch.bfloat16 else "f16"
-        code = source(head_dim, tiling.block_n, tiling.warpgroups, tiling.stages, element)
-        self._module = _call(driver.cuModuleLoadData(compile_cubin(code)))
+        cubin = compile_cubin(source(head_dim, tiling, element))
+        self._module = _call(driver.cuModuleLoadData(cubin))
         self.function = _call(driver.cuModuleGetFunction(self._module, b"varlen_attention"))
         self.block_m, self.block_n = 64 * tiling.warpgroups, tiling.block_n
         self.threads = 128 * tiling.warpgroups + (128 if tiling.warpgroups > 1 else 32)
