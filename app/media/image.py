@@ -17,6 +17,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 _EIGHT_BIT_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"}
 _DNG_VERSION = 50706
+_STRIP = 64
 
 
 def open_picture(data: bytes | memoryview, detected: Detected, max_pixels: int, deadline: Deadline) -> Image.Image:
@@ -27,6 +28,10 @@ def open_picture(data: bytes | memoryview, detected: Detected, max_pixels: int, 
     """
     if detected.name == "JPEG":
         _refuse_odd_jpeg(data)
+    if detected.name == "WebP" and data[12:16] == b"VP8X":
+        # The plugin would allocate the canvas when it opens the file.
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+        check_pixels(width, height, max_pixels)
     if detected.name == "HEIC":
         _register_heif()
     with library_call(detected.name):
@@ -102,7 +107,16 @@ def to_rgb(image: Image.Image) -> np.ndarray:
         background = Image.new("RGB", image.size, (255, 255, 255))
         background.paste(rgba, mask=rgba.getchannel("A"))
         image = background
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    return _pixels(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    """uint8 [H, W, 3] of an RGB image, by strips: in one piece Pillow would hold two more copies for a while."""
+    pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
+    for top in range(0, image.height, _STRIP):
+        bottom = min(top + _STRIP, image.height)
+        pixels[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
+    return pixels
 
 
 def _sixteen_bit_to_rgb(image: Image.Image) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from app.errors import FovealError
 from configs.processor import PixelRange
 
 MAX_ASPECT = 200
-# Pictures are only read here; copying them to be allowed to write would cost as much as resampling.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
 
 
 def _check_aspect(height: int, width: int) -> None:

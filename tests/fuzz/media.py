@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -118,7 +119,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="where inputs that failed are kept")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    seeds = [case.data for case in build() if 0 < len(case.data) <= LARGEST_SEED]
+    seeds = [case.data for case in chain(*build().values()) if 0 < len(case.data) <= LARGEST_SEED]
     outcomes: Counter[str] = Counter()
     failures: list[str] = []
     memory: list[float] = []

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 from hypothesis import settings
 
@@ -13,6 +11,5 @@ settings.load_profile("media")
 
 
 @pytest.fixture(scope="session")
-def cases() -> list[Case]:
-    logging.getLogger("libav").setLevel(logging.CRITICAL)
+def cases() -> dict[str, list[Case]]:
     return build()

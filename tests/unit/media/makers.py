@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -182,6 +183,16 @@ def gif(size: tuple[int, int], palette: np.ndarray, frames: Sequence[GifFrame], 
 # Clips
 
 
+# SVT-AV1 writes its settings to the terminal otherwise.
+os.environ.setdefault("SVT_LOG", "1")
+FAST = {
+    "libvpx": {"cpu-used": "5"},
+    "libvpx-vp9": {"cpu-used": "8", "row-mt": "0"},
+    "libx265": {"x265-params": "log-level=none:pools=none:frame-threads=1", "preset": "ultrafast"},
+    "libsvtav1": {"preset": "12", "svtav1-params": "lp=1"},
+}
+
+
 def clip(
     frames: Sequence[np.ndarray],
     format: str,
@@ -201,7 +212,8 @@ def clip(
         stream = container.add_stream(codec, rate=rate)
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = pix_fmt
-        stream.options = options
+        # One thread: encoders that spin for each other take minutes on a busy machine.
+        stream.options = {"threads": "1", **FAST.get(codec, {}), **options}
         if time_base is not None:
             stream.codec_context.time_base = time_base
         if sample_aspect is not None:
@@ -256,6 +268,7 @@ def two_streams(first: Sequence[np.ndarray], second: Sequence[np.ndarray], defau
             stream = container.add_stream("libx264", rate=30)
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
+            stream.options = {"threads": "1"}
             stream.disposition = av.stream.Disposition.default if index == default else av.stream.Disposition(0)
             streams.append(stream)
         for stream, frames in zip(streams, (first, second), strict=True):
@@ -277,6 +290,7 @@ def with_cover(cover: np.ndarray, frames: Sequence[np.ndarray] | None) -> bytes:
             video = container.add_stream("libx264", rate=30)
             video.height, video.width = frames[0].shape[:2]
             video.pix_fmt = "yuv420p"
+            video.options = {"threads": "1"}
         _encode(container, art, [cover], 1)
         if video is not None and frames is not None:
             _encode(container, video, frames, 30)
