@@ -3,16 +3,15 @@
 // the last while they take the softmax. The head dimension is used as it is: 72 is 72 columns of PV and 80 of QK^T.
 //
 // Set by the host: D (head dimension, a multiple of 8 from 64 to 80), BN (keys in a tile), WGS (consumer warpgroups),
-// BLOCKS (of them at once on a multiprocessor), STAGES, ELEMENT ("bf16" or "f16" helpers below), and the functions mma_qk and mma_pv.
+// STAGES, ELEMENT ("bf16" or "f16" helpers below), and the functions mma_qk and mma_pv.
 
 #define TAIL (D > 64)
 #define BM (64 * WGS)
 #define PRODUCER (WGS > 1 ? 128 : 32)
 #define THREADS (128 * WGS + PRODUCER)
-// Registers that the producer gives up go to the consumers, in steps of 8.
+// Registers that the producer gives up go to the consumers; a block has no more than it started with.
 #define PRODUCER_REGISTERS (WGS == 3 ? 32 : 24)
-#define CONSUMER_LIMIT ((65536 / BLOCKS - 128 * PRODUCER_REGISTERS) / (128 * WGS) / 8 * 8)
-#define CONSUMER_REGISTERS (CONSUMER_LIMIT > 240 ? 240 : CONSUMER_LIMIT)
+#define CONSUMER_REGISTERS (WGS == 3 ? 160 : 240)
 #define K_BYTES (BN * 128)
 #define KT_BYTES (TAIL ? BN * 32 : 0)
 #define V_BYTES (BN * 128 * (TAIL ? 2 : 1))
@@ -115,7 +114,7 @@ __device__ __forceinline__ void to_operand(u32 (&p)[BN / 4], const float (&s)[BN
   for (int i = 0; i < BN / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
     varlen_attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_qt,
                      const __grid_constant__ TensorMap map_kv, const __grid_constant__ TensorMap map_kt,
                      u16* __restrict__ out, const int* __restrict__ tiles, int heads, float scale) {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 
-from encoder.kernels import attention_tiles
+from encoder.kernels import TritonVarlen, attention_tiles
 
 _SOURCE = Path(__file__).with_name("attention_sm90.cu")
 
@@ -25,24 +25,27 @@ class CudaError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tiling:
-    """Keys in a tile, consumer warpgroups of 64 query rows, tiles of K and V in flight, blocks on a multiprocessor."""
+    """Keys in a tile, consumer warpgroups of 64 query rows, tiles of K and V in flight."""
 
     block_n: int
     warpgroups: int
     stages: int = 2
-    blocks: int = 1
 
 
-def choose_tiling(rows: int, num_seqs: int) -> Tiling:
-    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200.
+def choose_tiling(rows: int, num_seqs: int) -> Tiling | None:
+    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None where the
+    portable kernel is faster.
 
-    Few rows want many small blocks; many segments mean short ones, for which a tile of 112 keys wastes less than 128.
+    Few rows want many small blocks. A few segments of under 256 rows each leave most of a large block idle. Many
+    segments are a video's frames, for which a tile of 112 keys wastes less than one of 128.
     """
     if rows <= 512:
-        return Tiling(64, 1, blocks=3)
+        return Tiling(64, 1)
     if rows <= 1024:
         return Tiling(112, 2)
-    return Tiling(128 if num_seqs <= 32 else 112, 3)
+    if num_seqs > 32:
+        return Tiling(112, 3)
+    return Tiling(128, 3) if rows >= 256 * num_seqs else None
 
 
 def _call(result: tuple[Any, ...]) -> Any:
@@ -83,7 +86,6 @@ def source(head_dim: int, tiling: Tiling, element: str) -> str:
             f"#define D {head_dim}",
             f"#define BN {tiling.block_n}",
             f"#define WGS {tiling.warpgroups}",
-            f"#define BLOCKS {tiling.blocks}",
             f"#define STAGES {tiling.stages}",
             "__device__ __forceinline__ u32 pack(float low, float high) {",
             f'u32 r; asm("cvt.rn.{element}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }}',
@@ -174,13 +176,19 @@ class HopperVarlen:
         torch.cuda.current_stream()  # makes the CUDA context that the driver calls below need
         self._head_dim, self._dtype = head_dim, dtype
         self._kernels = functools.cache(lambda tiling: _Kernel(head_dim, dtype, tiling))
+        self._portable = TritonVarlen()
         self._maps = functools.lru_cache(maxsize=256)(self._encode_maps)
 
-    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> _Launch:
-        kernel = self._kernels(choose_tiling(rows, len(cu_seqlens) - 1))
+    def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> _Launch | torch.Tensor:
+        tiling = choose_tiling(rows, len(cu_seqlens) - 1)
+        if tiling is None:
+            return self._portable.plan(cu_seqlens, max_seqlen, rows)
+        kernel = self._kernels(tiling)
         return _Launch(kernel, attention_tiles(cu_seqlens, rows, kernel.block_m))
 
-    def __call__(self, qkv: torch.Tensor, plan: _Launch) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, plan: _Launch | torch.Tensor) -> torch.Tensor:
+        if isinstance(plan, torch.Tensor):
+            return self._portable(qkv, plan)
         rows, _, heads, dim = qkv.shape
         out = torch.empty(rows, heads * dim, dtype=qkv.dtype, device=qkv.device)
         maps = self._maps(qkv.data_ptr(), rows, heads, plan.kernel.block_m, plan.kernel.block_n)
