@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from configs.settings import GraphSettings, Settings, VideoSettings
+from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
 from deployments.eager import EagerReplica
 from deployments.image_graph import ImageReplica
 from deployments.pool import PoolReplica, graph_budgets
@@ -27,6 +27,23 @@ def frames(count: int, height: int, width: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), np.uint8)
 
 
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Builds replicas whose threads end with the test: one left in torch when Python ends would abort it."""
+    made: list[PoolReplica] = []
+
+    def build(kind: type[Any], settings: Settings = SETTINGS) -> PoolReplica:
+        made.append(kind(settings))
+        return made[-1]
+
+    yield build
+    for replica in made:
+        replica._batcher.close()
+
+
 def encode(replica: PoolReplica, *items: EncodeItem) -> list[EncodeResult]:
     return asyncio.run(replica.encode(list(items)))
 
@@ -35,8 +52,8 @@ IMAGES = [EncodeItem("image", frames(1, 64, 64, seed)) for seed in range(5)]
 VIDEOS = [EncodeItem("video", frames(3, 64, 64, seed)) for seed in range(5)]
 
 
-def test_the_image_and_eager_pools_agree() -> None:
-    image, eager = ImageReplica(SETTINGS), EagerReplica(SETTINGS)
+def test_the_image_and_eager_pools_agree(make: Make) -> None:
+    image, eager = make(ImageReplica), make(EagerReplica)
     results = encode(image, *IMAGES)
     assert [(r.pool, r.execution, r.reason, r.error) for r in results] == [("image", "graph", None, None)] * 5
     for result, expected in zip(results, encode(eager, *IMAGES), strict=True):
@@ -54,8 +71,8 @@ def test_the_image_and_eager_pools_agree() -> None:
     assert (state.token_budgets, state.hits, state.misses, state.fault) == ((), 0, 5, None)
 
 
-def test_the_video_pool_takes_t_capture_segments_a_video() -> None:
-    replica = VideoReplica(SETTINGS)
+def test_the_video_pool_takes_t_capture_segments_a_video(make: Make) -> None:
+    replica = make(VideoReplica)
     results = encode(replica, *VIDEOS)
     assert [(r.pool, r.execution, r.reason) for r in results] == [("video", "graph", None)] * 5
     state = asyncio.run(replica.state())
@@ -65,15 +82,15 @@ def test_the_video_pool_takes_t_capture_segments_a_video() -> None:
     assert (long.execution, long.reason) == ("eager", "t_over_capture")
 
 
-def test_a_bad_item_fails_alone_and_the_replica_stays_well() -> None:
-    replica = EagerReplica(SETTINGS)
+def test_a_bad_item_fails_alone_and_the_replica_stays_well(make: Make) -> None:
+    replica = make(EagerReplica)
     bad = EncodeItem("image", frames(2, 64, 64, 1))
     assert [r.error for r in encode(replica, IMAGES[0], bad, IMAGES[1])] == [None, "internal", None]
     replica.check_health()
 
 
-def test_a_failed_batch_makes_the_replica_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = EagerReplica(SETTINGS)
+def test_a_failed_batch_makes_the_replica_unhealthy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = make(EagerReplica)
 
     def broken(modality: str, requests: Sequence[Any]) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -86,8 +103,8 @@ def test_a_failed_batch_makes_the_replica_unhealthy(monkeypatch: pytest.MonkeyPa
     assert "illegal memory access" in (asyncio.run(replica.state()).fault or "")
 
 
-def test_cancelling_a_call_drops_what_waits() -> None:
-    replica = EagerReplica(Settings(device="cpu", eager=SETTINGS.eager.model_copy(update={"max_batch_size": 1})))
+def test_cancelling_a_call_drops_what_waits(make: Make) -> None:
+    replica = make(EagerReplica, Settings(device="cpu", eager=EagerSettings(max_batch_size=1)))
 
     async def run() -> None:
         task = asyncio.create_task(replica.encode([EncodeItem("image", frames(1, 512, 512, i)) for i in range(40)]))
