@@ -42,7 +42,7 @@ async def fetch(url: str, settings: FetchSettings, max_body_bytes: int) -> bytes
     """
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _data_uri(url, max_body_bytes)
+        return await asyncio.to_thread(_data_uri, url, max_body_bytes)
     if not settings.enabled:
         raise FovealError("fetch_forbidden", "fetching URLs is off (fetch.enabled); send a data: URI or the bytes")
     limit = min(settings.max_bytes, max_body_bytes)

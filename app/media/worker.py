@@ -74,18 +74,25 @@ def _decode_until_closed(channel: socket.socket, processor: ProcessorConfig, lim
             return
         if fd is None:
             return
-        try:
-            media = _run(request, fd, processor, limits)
-        except FovealError as e:
-            send(channel, {"code": e.code, "message": e.message, "param": e.param})
-        except MemoryError:
-            message = "decoding needs more memory than a decoder may use"
-            send(channel, {"code": "too_many_pixels", "message": message, "param": None})
-        else:
-            stamps = None if media.timestamps is None else media.timestamps.tolist()
-            frames = shared_memory([media.frames.data])
-            send(channel, {"modality": media.modality, "shape": media.frames.shape, "timestamps": stamps}, frames)
-            os.close(frames)
+        _answer(channel, request, fd, processor, limits)
+
+
+def _answer(
+    channel: socket.socket, request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits
+) -> None:
+    """One item's frames or error; nothing of it is held afterwards."""
+    try:
+        media = _run(request, fd, processor, limits)
+    except FovealError as e:
+        send(channel, {"code": e.code, "message": e.message, "param": e.param})
+    except MemoryError:
+        message = "decoding needs more memory than a decoder may use"
+        send(channel, {"code": "too_many_pixels", "message": message, "param": None})
+    else:
+        stamps = None if media.timestamps is None else media.timestamps.tolist()
+        frames = shared_memory([media.frames.data])
+        send(channel, {"modality": media.modality, "shape": media.frames.shape, "timestamps": stamps}, frames)
+        os.close(frames)
 
 
 def _run(request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
