@@ -470,6 +470,33 @@ class TestTiny:
         monkeypatch.setattr(checkpoint, "_save_tiny", lambda folder: pytest.fail("written again"))
         assert write_tiny_checkpoint(tiny_folder) == tiny_folder
 
+    def test_renamed_into_place_whole(self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written: list[int] = []
+
+        def copy(folder: Path) -> None:
+            assert not (tmp_path / "tiny").exists()
+            shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+            written.append(folder.stat().st_ino)
+
+        monkeypatch.setattr(checkpoint, "_save_tiny", copy)
+        assert write_tiny_checkpoint(tmp_path / "tiny").stat().st_ino == written[0]
+        assert [p.name for p in tmp_path.iterdir()] == ["tiny"]
+
+    def test_the_first_of_two_writers_wins(
+        self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "tiny"
+
+        def copy_while_another_finishes(scratch: Path) -> None:
+            shutil.copytree(tiny_folder, scratch, dirs_exist_ok=True)
+            shutil.copytree(tiny_folder, folder)
+            (folder / "first").touch()
+
+        monkeypatch.setattr(checkpoint, "_save_tiny", copy_while_another_finishes)
+        assert write_tiny_checkpoint(folder) == folder
+        assert (folder / "first").exists()
+        assert [p.name for p in tmp_path.iterdir()] == ["tiny"]
+
     def test_a_failed_write_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(folder: Path) -> None:
             (folder / "config.json").write_text("{")
