@@ -7,13 +7,13 @@ import functools
 import hashlib
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver, nvrtc
 
+from encoder.attention import Tiling, choose_tiling
 from encoder.kernels import TritonVarlen, attention_tiles
 
 _SOURCE = Path(__file__).with_name("attention_sm90.cu")
@@ -21,31 +21,6 @@ _SOURCE = Path(__file__).with_name("attention_sm90.cu")
 
 class CudaError(RuntimeError):
     """A call of the CUDA driver or of its run-time compiler failed."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Keys in a tile, consumer warpgroups of 64 query rows, tiles of K and V in flight."""
-
-    block_n: int
-    warpgroups: int
-    stages: int = 2
-
-
-def choose_tiling(rows: int, num_seqs: int) -> Tiling | None:
-    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None where the
-    portable kernel is faster.
-
-    Few rows want many small blocks. A few segments of under 256 rows each leave most of a large block idle. Many
-    segments are a video's frames, for which a tile of 112 keys wastes less than one of 128.
-    """
-    if rows <= 512:
-        return Tiling(64, 1)
-    if rows <= 1024:
-        return Tiling(112, 2)
-    if num_seqs > 32:
-        return Tiling(112, 3)
-    return Tiling(128, 3) if rows >= 256 * num_seqs else None
 
 
 def _call(result: tuple[Any, ...]) -> Any:
