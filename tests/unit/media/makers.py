@@ -269,7 +269,7 @@ def two_streams(first: Sequence[np.ndarray], second: Sequence[np.ndarray], defau
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
             stream.options = {"threads": "1"}
-            stream.disposition = av.stream.Disposition.default if index == default else av.stream.Disposition(0)
+            stream.disposition = av.stream.Disposition.default.value if index == default else 0
             streams.append(stream)
         for stream, frames in zip(streams, (first, second), strict=True):
             _encode(container, stream, frames, 30)
@@ -284,7 +284,7 @@ def with_cover(cover: np.ndarray, frames: Sequence[np.ndarray] | None) -> bytes:
         art = container.add_stream("mjpeg", rate=1)
         art.height, art.width = cover.shape[:2]
         art.pix_fmt = "yuvj420p"
-        art.disposition = av.stream.Disposition.attached_pic
+        art.disposition = av.stream.Disposition.attached_pic.value
         audio = container.add_stream("aac", rate=44100)
         if frames is not None:
             video = container.add_stream("libx264", rate=30)
