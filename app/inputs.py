@@ -13,7 +13,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from app.errors import FovealError
-from app.schemas import EncodeOptions, ImagePart, parse_body, parse_options
+from app.schemas import EncodeOptions, FramesPart, ImagePart, VideoPart, parse_body, parse_options
 from configs.settings import Limits
 
 
@@ -22,12 +22,14 @@ class Source:
     """One item as the client sent it: its bytes, or a URL (data: or https:) that gives them.
 
     param: how errors name it. claims: the modality that its JSON part states; None elsewhere.
+    frame_urls: those of the stills that make up a video, in order.
     """
 
     param: str
     data: bytes | None = None
     url: str | None = None
     claims: Literal["image", "video"] | None = None
+    frame_urls: tuple[str, ...] = ()
 
 
 async def read_request(request: Request, limits: Limits) -> tuple[EncodeOptions, list[Source]]:
@@ -60,7 +62,7 @@ def _too_many(limits: Limits) -> FovealError:
 def _checked(source: Source, options: EncodeOptions) -> Source:
     if source.claims and options.modality not in ("auto", source.claims):
         raise FovealError(
-            "invalid_option", f"{source.param} is {source.claims}_url, but modality is {options.modality}", "modality"
+            "invalid_option", f"{source.param} says {source.claims}, but modality is {options.modality}", "modality"
         )
     return source
 
@@ -107,10 +109,13 @@ async def _read_json(request: Request) -> tuple[list[tuple[str, Any]], list[Sour
     return list((body.model_extra or {}).items()), _part_sources(body.input)
 
 
-def _part_sources(parts: Sequence[Any]) -> list[Source]:
-    return [
-        Source(f"input[{i}]", url=part.image_url.url, claims="image")
-        if isinstance(part, ImagePart)
-        else Source(f"input[{i}]", url=part.video_url.url, claims="video")
-        for i, part in enumerate(parts)
-    ]
+def _part_sources(parts: Sequence[ImagePart | VideoPart | FramesPart]) -> list[Source]:
+    return [_part_source(f"input[{i}]", part) for i, part in enumerate(parts)]
+
+
+def _part_source(param: str, part: ImagePart | VideoPart | FramesPart) -> Source:
+    if isinstance(part, FramesPart):
+        return Source(param, claims="video", frame_urls=tuple(part.video))
+    if isinstance(part, VideoPart):
+        return Source(param, url=part.video_url.url, claims="video")
+    return Source(param, url=part.image_url.url, claims="image")

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from app.errors import FovealError
 from app.formats.dtypes import cast
@@ -72,23 +73,39 @@ class Pipeline:
 
     async def _decode(self, source: Source, options: EncodeOptions, timings: Timings) -> DecodedMedia:
         try:
+            started = time.perf_counter()
+            frames = await self._fetch(source.frame_urls)
             data = source.data
-            if data is None:
-                assert source.url is not None
-                started = time.perf_counter()
-                data = await fetch(source.url, self._settings.fetch, self._settings.limits.max_body_bytes)
+            if data is None and source.url is not None:
+                (data,) = await self._fetch([source.url])
+            if source.data is None:
                 timings.note("fetch", time.perf_counter() - started)
             media_options = options.media()
             if source.claims is not None:
                 media_options = replace(media_options, modality=source.claims)
             started = time.perf_counter()
-            media = await asyncio.get_running_loop().run_in_executor(
-                self._waiters, self._decoder.decode, data, media_options
-            )
+            if frames:
+                decode = partial(self._decoder.decode_frames, frames)
+            else:
+                assert data is not None
+                decode = partial(self._decoder.decode, data)
+            media = await asyncio.get_running_loop().run_in_executor(self._waiters, decode, media_options)
             timings.note("decode", time.perf_counter() - started)
             return media
         except FovealError as error:
             raise error.with_param(source.param) from None
+
+    async def _fetch(self, urls: Sequence[str]) -> list[bytes]:
+        """The bytes behind `urls`, one after another: together they are bounded as one body."""
+        limits, fetched = self._settings.limits, list[bytes]()
+        if len(urls) > limits.max_frames:
+            message = f"{len(urls)} frames are over limits.max_frames ({limits.max_frames})"
+            raise FovealError("too_many_frames", message)
+        room = limits.max_body_bytes
+        for url in urls:
+            fetched.append(await fetch(url, self._settings.fetch, room))
+            room -= len(fetched[-1])
+        return fetched
 
     async def _encode(
         self, media: Sequence[DecodedMedia], options: EncodeOptions, deadline: float, timings: Timings

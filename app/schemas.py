@@ -68,12 +68,21 @@ class VideoPart(_Strict):
     video_url: _Url
 
 
+class FramesPart(_Strict):
+    """A video as a list of stills of one size, in Qwen's own chat form; `fps` says how they were taken."""
+
+    type: Literal["video"]
+    video: Annotated[list[str], Field(min_length=1)]
+
+
 class EncodeBody(BaseModel):
     """The JSON body: `input`, and the options beside it."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    input: Annotated[list[Annotated[ImagePart | VideoPart, Field(discriminator="type")]], Field(min_length=1)]
+    input: Annotated[
+        list[Annotated[ImagePart | VideoPart | FramesPart, Field(discriminator="type")]], Field(min_length=1)
+    ]
 
 
 def parse_options(pairs: Iterable[tuple[str, Any]], limits: Limits) -> EncodeOptions:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -293,7 +292,10 @@ class EncoderCudaGraphManager:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, in items, and what is captured. JSON-able."""
         return {
-            **asdict(self._counters),
+            # Each dict is copied in one step: another thread may add a key meanwhile.
+            **vars(self._counters),
+            "hits_by_budget": {m: dict(b) for m, b in list(self._counters.hits_by_budget.items())},
+            "misses_by_reason": dict(self._counters.misses_by_reason),
             "hit_rate": self._counters.hit_rate,
             "padding_ratio": self._counters.padding_ratio,
             "backend": self.backend,

@@ -120,6 +120,22 @@ def test_json_parts_and_json_answer(client: httpx.Client, reference: Reference) 
         assert (w * 16, h * 16, t * h * w // 4) == (entry["width"], entry["height"], entry["num_tokens"])
 
 
+def test_a_list_of_frames_is_one_video(client: httpx.Client, reference: Reference) -> None:
+    stills = [png(96, 64, seed) for seed in range(5)]
+    urls = ["data:image/png;base64," + base64.b64encode(still.data).decode() for still in stills]
+    body = {"input": [{"type": "video", "video": urls}], "fps": 1}
+    answer = client.post("/v1/encode", json=body)
+    assert answer.status_code == 200, answer.text
+    tensors = load(answer.content)
+    frames = np.concatenate([still.frames for still in stills])
+    assert_close(tensors["0.embeddings"].numpy(), reference(Sample("frames", "video", b"", frames)))
+    assert tensors["0.timestamps"].tolist() == [0.5, 2.5, 4.0]
+    assert items_of(answer)[0]["num_frames"] == 5
+    body["input"][0]["video"][3] = urls[0][:60]
+    refused = client.post("/v1/encode", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0]")
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_cast_pool_and_main_only(client: httpx.Client, reference: Reference, dtype: str) -> None:
     sample = png(256, 320, 9)

@@ -57,6 +57,7 @@ def test_a_json_body() -> None:
         "input": [
             {"type": "image_url", "image_url": {"url": "data:a", "detail": "auto"}},
             {"type": "video_url", "video_url": {"url": "data:b"}},
+            {"type": "video", "video": ["data:c", "data:d"]},
         ],
         "num_frames": 4,
         "main_only": True,
@@ -66,6 +67,7 @@ def test_a_json_body() -> None:
     assert sources == [
         Source("input[0]", url="data:a", claims="image"),
         Source("input[1]", url="data:b", claims="video"),
+        Source("input[2]", claims="video", frame_urls=("data:c", "data:d")),
     ]
 
 
