@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -121,7 +124,11 @@ def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         ):
             from encoder.attention_sm90 import HopperVarlen
 
-            return HopperVarlen(head_dim, dtype)
+            try:
+                return HopperVarlen(head_dim, dtype)
+            except RuntimeError as error:
+                # A driver or run-time compiler that does not take the kernel is no reason not to serve.
+                logger.warning("the Hopper attention kernel cannot be used: %s", error)
         from encoder.kernels import TritonVarlen
 
         return TritonVarlen()

@@ -142,7 +142,11 @@ class _Launch:
 
 
 class HopperVarlen:
-    """FlashAttention-3's scheme at the head's own width; see `attention_sm90.cu`. bfloat16 or float16."""
+    """FlashAttention-3's scheme at the head's own width; see `attention_sm90.cu`. bfloat16 or float16.
+
+    Raises:
+        RuntimeError: the kernel cannot be compiled or loaded here.
+    """
 
     name = "hopper-varlen"
     capturable = True
@@ -152,6 +156,7 @@ class HopperVarlen:
         self._head_dim, self._dtype = head_dim, dtype
         self._kernels = functools.cache(lambda tiling: _Kernel(head_dim, dtype, tiling))
         self._portable = TritonVarlen()
+        self._kernels(Tiling(128, 3))
         self._maps = functools.lru_cache(maxsize=256)(self._encode_maps)
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> _Launch | torch.Tensor:

@@ -108,6 +108,9 @@ class EncoderRunner:
             CheckpointError, ValueError, MemoryError: see `load_vision_encoder` and `EncoderCudaGraphManager`.
         """
         resolved = torch.device(resolve_device(device))
+        if resolved.type == "cuda":
+            # Kernels are compiled and loaded for the current device.
+            torch.cuda.set_device(resolved)
         encoder = load_vision_encoder(
             folder,
             resolved,

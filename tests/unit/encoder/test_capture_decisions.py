@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder.attention import Tiling, choose_tiling
+from encoder import attention
+from encoder.attention import Tiling, choose_attention, choose_tiling
 from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets
 
 
@@ -66,3 +71,49 @@ def test_every_budget_gets_a_cost(budgets: set[int], data: st.DataObject) -> Non
 )
 def test_attention_is_cut_by_rows_and_slots(rows: int, num_seqs: int, tiling: Tiling | None) -> None:
     assert choose_tiling(rows, num_seqs) == tiling
+
+
+class _Named:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+class Hopper(_Named):
+    pass
+
+
+class Broken(_Named):
+    def __init__(self, *_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+
+class Portable(_Named):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "hopper", "chosen"),
+    [
+        ((9, 0), torch.bfloat16, 72, Hopper, Hopper),
+        ((9, 0), torch.float16, 64, Hopper, Hopper),
+        ((9, 0), torch.float32, 72, Hopper, Portable),
+        ((9, 0), torch.bfloat16, 96, Hopper, Portable),
+        ((8, 0), torch.bfloat16, 72, Hopper, Portable),
+        ((10, 0), torch.bfloat16, 72, Hopper, Portable),
+        ((9, 0), torch.bfloat16, 72, Broken, Portable),
+    ],
+)
+def test_the_attention_of_a_gpu(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    hopper: type,
+    chosen: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "encoder.attention_sm90", SimpleNamespace(HopperVarlen=hopper))
+    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonVarlen=Portable))
+    assert isinstance(choose_attention(torch.device("cuda"), dtype, head_dim), chosen)
