@@ -17,7 +17,7 @@ Image.MAX_IMAGE_PIXELS = None
 
 _EIGHT_BIT_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"}
 _DNG_VERSION = 50706
-_STRIP = 64
+_STRIP_BYTES = 1 << 20
 
 
 def open_picture(data: bytes | memoryview, detected: Detected, max_pixels: int, deadline: Deadline) -> Image.Image:
@@ -113,8 +113,9 @@ def to_rgb(image: Image.Image) -> np.ndarray:
 def _pixels(image: Image.Image) -> np.ndarray:
     """uint8 [H, W, 3] of an RGB image, by strips: in one piece Pillow would hold two more copies for a while."""
     pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
-    for top in range(0, image.height, _STRIP):
-        bottom = min(top + _STRIP, image.height)
+    rows = max(_STRIP_BYTES // (3 * image.width), 1)
+    for top in range(0, image.height, rows):
+        bottom = min(top + rows, image.height)
         pixels[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
     return pixels
 

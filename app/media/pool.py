@@ -85,7 +85,7 @@ class DecodePool:
 
     def _run(self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions) -> DecodedMedia:
         if self._closed:
-            raise FovealError("unavailable", "the service is stopping", retry_after_s=1)
+            raise _stopping()
         try:
             decoder = self._places.get(timeout=self._limits.deadline_s)
         except queue.Empty:
@@ -99,7 +99,7 @@ class DecodePool:
                 keep = decoder
                 raise
             except _Lost as e:
-                raise FovealError("undecodable_media", CRASHED) from e
+                raise _stopping() if self._closed else FovealError("undecodable_media", CRASHED) from e
             except TimeoutError:
                 raise timeout_error(self._limits.decode_timeout_s) from None
             keep = decoder
@@ -108,6 +108,10 @@ class DecodePool:
             if decoder is not None and keep is None:
                 self._parent.end(decoder)
             self._places.put(keep)
+
+
+def _stopping() -> FovealError:
+    return FovealError("unavailable", "the service is stopping", retry_after_s=1)
 
 
 class _Lost(Exception):
