@@ -10,6 +10,7 @@ from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
 from deployments.batcher import Batcher, BatchLimits, Size
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
+from deployments.work import WorkMeter, cost_table
 from encoder.budgets import default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
@@ -52,6 +53,7 @@ class PoolReplica:
             image_mean=self._config.image_mean,
             image_std=self._config.image_std,
         )
+        self._work = WorkMeter(cost_table(self._runner), limits)
         self._batcher = Batcher(
             pool,
             self._runner,
@@ -62,7 +64,11 @@ class PoolReplica:
 
     async def encode(self, items: list[EncodeItem]) -> list[EncodeResult]:
         """The items' results, in order. Cancelling the call drops those that still wait."""
-        futures = [self._batcher.put(item, self._size(item)) for item in items]
+        futures = []
+        for item in items:
+            size = self._size(item)
+            futures.append(self._batcher.put(item, size))
+            self._work.add(size, futures[-1])
         return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
 
     async def state(self) -> ReplicaState:
@@ -82,6 +88,10 @@ class PoolReplica:
             queue=self._batcher.state(),
             fault=self._batcher.fault,
         )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve collects while `autoscaling_config` is set; read by `deployments.autoscaling`."""
+        return self._work.report()
 
     def check_health(self) -> None:
         """Raises once a batch has failed as a whole, for ever: Serve then replaces the replica."""

@@ -1,0 +1,84 @@
+"""How much work a replica has accepted and not finished, predicted from the costs that its planner goes by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from deployments.autoscaling import BUSY, QUEUED_WORK
+from deployments.batcher import BatchLimits, Size
+from deployments.protocol import EncodeResult
+from encoder.budgets import CostTable, PackLimits, pack_greedily, plan_batches
+from encoder.defs import EncoderItemSpec
+from encoder.preprocess import frames_grid
+from encoder.runner import EncoderRunner
+
+_EAGER_T = (1, 8, 32)  # temporal patches of the 448x448 videos that are timed
+
+
+def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: BatchLimits) -> float:
+    """What the items cost in the unit of `costs`, in the batches that they would run in were they all that waits.
+
+    Without graphs a batch costs what an eager run of its tokens does. An item that no graph takes, where eager runs
+    have no known cost, counts by its tokens as the largest graph does.
+    """
+    specs = [EncoderItemSpec(4 * size.tokens, size.tokens, size.segments) for size in sizes]
+    pack = PackLimits(limits.tokens, limits.items, limits.segments)
+    if not costs.graph:
+        return sum(costs.eager_cost(sum(specs[i].num_tokens for i in run)) for run in pack_greedily(specs, pack))
+    largest = max(costs.graph)
+    work = 0.0
+    for batch in plan_batches(specs, sorted(costs.graph), pack, costs):
+        if batch.budget is not None:
+            work += costs.graph[batch.budget]
+        else:
+            tokens = sum(specs[i].num_tokens for i in batch.indices)
+            eager = costs.eager_cost(tokens)
+            work += eager if eager < math.inf else costs.graph[largest] * tokens / largest
+    return work
+
+
+class WorkMeter:
+    """What is unfinished in one replica. `add` and `report` may be called from any thread."""
+
+    def __init__(self, costs: CostTable, limits: BatchLimits) -> None:
+        self._costs, self._limits = costs, limits
+        self._unfinished: dict[Future[EncodeResult], Size] = {}
+
+    def add(self, size: Size, future: Future[EncodeResult]) -> None:
+        """Counts an item until its future is done, whatever way that comes."""
+        self._unfinished[future] = size
+        future.add_done_callback(self._unfinished.pop)
+
+    def report(self) -> dict[str, float]:
+        """For Serve's `record_autoscaling_stats`; `busy` is 0 or 1, its mean over time the utilisation."""
+        sizes = list(self._unfinished.values())
+        return {QUEUED_WORK: predicted_work(sizes, self._costs, self._limits), BUSY: float(bool(sizes))}
+
+
+def cost_table(runner: EncoderRunner) -> CostTable:
+    """The costs of the runner's pool: of its graphs, as measured at capture, or of eager runs where it has none."""
+    return next(iter(runner.manager.costs.values()), None) or eager_costs(runner)
+
+
+@torch.inference_mode()
+def eager_costs(runner: EncoderRunner) -> CostTable:
+    """Seconds of eager runs by tokens, from three that are timed; on a CPU tokens, as `CostTable.by_size` has it."""
+    encoder = runner.encoder
+    if encoder.device.type != "cuda":
+        return CostTable({}, ((0, 32.0), (1, 33.0)))
+    points = []
+    for t in _EAGER_T:
+        frames = torch.zeros(2 * t, 3, 448, 448, dtype=torch.uint8, device=encoder.device)
+        grid = frames_grid(frames.shape)
+        for _ in range(2):  # the first run warms up
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            encoder.encoder_eager_forward({"pixel_values_videos": [frames], "video_grid_thw": [grid]})
+            end.record()
+        end.synchronize()
+        points.append((grid[0] * grid[1] * grid[2] // 4, start.elapsed_time(end) / 1e3))
+    return CostTable({}, tuple(points))
