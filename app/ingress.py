@@ -78,7 +78,8 @@ class IngressReplica:
                 request.scope[NOTES]["pools"] = [item.pool for item in items]
                 started = time.perf_counter()
                 rendered = await asyncio.to_thread(FORMATS[options.format], self._settings.model, items)
-                timings.note("format", time.perf_counter() - started)
+                timings.note(format=time.perf_counter() - started)
+                timings.note(total=time.perf_counter() - timings.started)
         except TimeoutError:
             raise FovealError("deadline", f"limits.deadline_s ({limits.deadline_s:g} s) passed") from None
         return PieceResponse(rendered, {"server-timing": timings.header()})

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import CODES, FovealError
+from app.metrics import BYTES_IN, BYTES_OUT, CANCELLED, ERRORS
 
 NOTES = "foveal.notes"  # scope key: what a route adds to its request's log line
 SERVE_HEADERS = {b"x-request-timeout-seconds", b"x-request-disconnect-disabled"}
@@ -67,6 +68,10 @@ class Envelope:
             notes["error"] = known.code
             await error_response(known)(scope, receive, counted)
         finally:
+            BYTES_OUT.record(sent)
+            CANCELLED.record(code == 499)
+            if "error" in notes:
+                ERRORS.record(1, notes["error"])
             record = {
                 "id": Headers(scope=scope).get("x-request-id"),
                 "method": scope["method"],
@@ -122,6 +127,7 @@ class BodyCap:
             await self._app(scope, counted, send)
         finally:
             self._in_flight -= held
+            BYTES_IN.record(received)
 
 
 class StripServeHeaders:

@@ -17,6 +17,7 @@ from app.inputs import Source
 from app.media.fetch import fetch
 from app.media.pool import DecodePool
 from app.media.types import DecodedMedia
+from app.metrics import STAGE_SECONDS
 from app.pools import Pools
 from app.routing import choose_pool
 from app.schemas import EncodeOptions
@@ -24,17 +25,26 @@ from configs.processor import ProcessorConfig
 from configs.settings import Settings
 from deployments.protocol import EncodeItem, EncodeResult, PoolName
 
-STAGES = ("fetch", "decode", "queue", "encode", "format")
+STAGES = ("fetch", "decode", "queue", "encode", "format", "total")
 
 
 @dataclass
 class Timings:
-    """Seconds of each stage: of the slowest item, as items go through a stage side by side."""
+    """Seconds of each stage of a request, and of all of it since this was made. They feed Server-Timing and metrics."""
 
+    started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def note(self, stage: str, seconds: float) -> None:
-        self.seconds[stage] = max(self.seconds[stage], seconds)
+    def note(self, **seconds: float) -> None:
+        """Stages that one item has gone through one after another; 0 for one that it had no need of.
+
+        Items go side by side. The slowest one's stages are kept, so that all stages sum to no more than the total.
+        """
+        for stage in STAGE_SECONDS.keys() & seconds:
+            if seconds[stage]:
+                STAGE_SECONDS[stage].record(seconds[stage])
+        if sum(seconds.values()) > sum(self.seconds[stage] for stage in seconds):
+            self.seconds |= seconds
 
     def header(self) -> str:
         """The value of Server-Timing, in milliseconds."""
@@ -73,13 +83,13 @@ class Pipeline:
 
     async def _decode(self, source: Source, options: EncodeOptions, timings: Timings) -> DecodedMedia:
         try:
-            started = time.perf_counter()
+            fetch_s, started = 0.0, time.perf_counter()
             frames = await self._fetch(source.frame_urls)
             data = source.data
             if data is None and source.url is not None:
                 (data,) = await self._fetch([source.url])
             if source.data is None:
-                timings.note("fetch", time.perf_counter() - started)
+                fetch_s = time.perf_counter() - started
             media_options = options.media()
             if source.claims is not None:
                 media_options = replace(media_options, modality=source.claims)
@@ -90,7 +100,7 @@ class Pipeline:
                 assert data is not None
                 decode = partial(self._decoder.decode, data)
             media = await asyncio.get_running_loop().run_in_executor(self._waiters, decode, media_options)
-            timings.note("decode", time.perf_counter() - started)
+            timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
             return media
         except FovealError as error:
             raise error.with_param(source.param) from None
@@ -144,8 +154,7 @@ class Pipeline:
     ) -> EncodedItem:
         assert result.embeddings is not None
         assert result.execution is not None
-        timings.note("queue", result.queue_s)
-        timings.note("encode", result.encode_s)
+        timings.note(queue=result.queue_s, encode=result.encode_s)
         dtype = result.dtype if options.dtype == "auto" else options.dtype
         return EncodedItem(
             index=index,

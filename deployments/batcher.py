@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
+from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState
 from encoder.runner import EncodeOutput, EncodeRequest
 
@@ -91,9 +92,16 @@ class Batcher:
     """Queue, worker and collector of one replica. `put` may be called from any thread."""
 
     def __init__(
-        self, pool: PoolName, runner: Runner, limits: BatchLimits, *, max_queued_items: int, max_queued_bytes: int
+        self,
+        pool: PoolName,
+        runner: Runner,
+        limits: BatchLimits,
+        metrics: ReplicaMetrics,
+        *,
+        max_queued_items: int,
+        max_queued_bytes: int,
     ) -> None:
-        self._pool, self._runner, self._limits = pool, runner, limits
+        self._pool, self._runner, self._limits, self._metrics = pool, runner, limits, metrics
         self._max_items, self._max_bytes = max_queued_items, max_queued_bytes
         self._queue: deque[_Ticket] = deque()
         self._changed = threading.Condition()
@@ -122,6 +130,7 @@ class Batcher:
                 self._refuse(ticket, "overloaded", "the queue of the replica is full")
             else:
                 self._queue.append(ticket)
+                self._tell_waiting()
                 self._changed.notify()
         return ticket.future
 
@@ -174,8 +183,13 @@ class Batcher:
                 self._break(batch, error)
             else:
                 encode_s = time.perf_counter() - started
-                for ticket, output in zip(batch, outputs, strict=True):
-                    ticket.future.set_result(self._answer(ticket, output, started - ticket.queued_at, encode_s))
+                results = [
+                    self._answer(ticket, output, started - ticket.queued_at, encode_s)
+                    for ticket, output in zip(batch, outputs, strict=True)
+                ]
+                for ticket, result in zip(batch, results, strict=True):
+                    ticket.future.set_result(result)
+                self._metrics.batch([ticket.size.tokens for ticket in batch], results, encode_s)
             finally:
                 self._slots.release()
 
@@ -189,6 +203,7 @@ class Batcher:
                 ]
                 batch = [t for t in batch if self._claim(t)]
                 if batch:
+                    self._tell_waiting()
                     return batch
                 if self._closed:
                     return None
@@ -198,7 +213,7 @@ class Batcher:
     def _claim(self, ticket: _Ticket) -> bool:
         if ticket.future.set_running_or_notify_cancel():
             return True
-        self._cancelled += 1
+        self._count_cancelled()
         return False
 
     def _sweep(self) -> None:
@@ -206,7 +221,7 @@ class Batcher:
         alive: list[_Ticket] = []
         for ticket in self._queue:
             if ticket.future.cancelled():
-                self._cancelled += 1
+                self._count_cancelled()
             elif ticket.expired:
                 self._expired += 1
                 self._refuse(ticket, "deadline", "the deadline passed while the item was queued")
@@ -214,6 +229,14 @@ class Batcher:
                 alive.append(ticket)
         if len(alive) < len(self._queue):
             self._queue = deque(alive)
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        self._metrics.waiting(len(self._queue), sum(t.size.tokens for t in self._queue))
+
+    def _count_cancelled(self) -> None:
+        self._cancelled += 1
+        self._metrics.dropped("cancelled")
 
     def _break(self, batch: list[_Ticket], error: Exception) -> None:
         """A whole batch failed: the replica cannot be trusted any more. Latches the fault."""
@@ -229,12 +252,14 @@ class Batcher:
         for ticket in self._queue:
             self._refuse(ticket, "fault", message)
         self._queue.clear()
+        self._tell_waiting()
 
     def _refuse(self, ticket: _Ticket, error: Literal["overloaded", "deadline", "fault"], message: str) -> None:
         if ticket.future.set_running_or_notify_cancel():
             ticket.future.set_result(self._error(error, message))
 
     def _error(self, error: Literal["overloaded", "deadline", "internal", "fault"], message: str) -> EncodeResult:
+        self._metrics.dropped(error)
         return EncodeResult(None, self._runner.dtype, self._pool, error=error, message=message)
 
     def _answer(

@@ -9,6 +9,7 @@ from typing import Any
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
 from deployments.batcher import Batcher, BatchLimits, Size
+from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
 from encoder.budgets import default_token_budgets
@@ -58,6 +59,7 @@ class PoolReplica:
             pool,
             self._runner,
             limits,
+            ReplicaMetrics(pool, self._token_budgets, self._runner.stats),
             max_queued_items=own.max_queued_items,
             max_queued_bytes=own.max_queued_bytes,
         )

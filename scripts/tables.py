@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/errors.md out of the code: `python -m scripts.tables`."""
+"""Writes the tables of README.md, docs/errors.md and docs/metrics.md out of the code: `python -m scripts.tables`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from app.errors import CODES
+from app.metrics import METRICS
 from configs.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,10 @@ def filled(path: Path) -> str:
         "codes": lambda: table(
             ("code", "status", "when"), ((f"`{code}`", str(status), when) for code, (status, when) in CODES.items())
         ),
+        "metrics": lambda: table(
+            ("name", "type", "tags", "meaning"),
+            ((f"`{m.name}`", m.kind, ", ".join(f"`{tag}`" for tag in m.tags), m.meaning) for m in METRICS),
+        ),
     }
 
     def fill(match: re.Match[str]) -> str:
@@ -54,7 +59,7 @@ def filled(path: Path) -> str:
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", fill, path.read_text(), flags=re.DOTALL)
 
 
-FILES = (ROOT / "README.md", ROOT / "docs" / "errors.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "errors.md", ROOT / "docs" / "metrics.md")
 
 if __name__ == "__main__":
     for file in FILES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from safetensors.numpy import load
 
 from app.errors import FovealError
 from app.ingress import IngressReplica
-from app.pipeline import Pipeline
+from app.pipeline import Pipeline, Timings
 from app.pools import Pools
 from configs.processor import ProcessorConfig
 from configs.settings import Limits, Settings
 from deployments.protocol import EncodeItem, EncodeResult, PoolName
+from tests.unit.conftest import Recorded
 
 Answer = Callable[[PoolName, EncodeItem], EncodeResult]
 
@@ -116,6 +118,61 @@ def test_items_go_to_their_pools_in_one_call_each_and_come_back_in_order(post: P
     }
     assert len(played.calls) == 3
     assert answer.headers["server-timing"].split(", ")[2:4] == ["queue;dur=250.0", "encode;dur=500.0"]
+
+
+def test_server_timing_and_metrics_are_the_same_measurements(post: Post, recorded: Recorded) -> None:
+    data = gif(10)
+    answer = post(content=data)
+    stages = [part.split(";dur=") for part in answer.headers["server-timing"].split(", ")]
+    measured = {name: recorded[f"foveal_{name}_seconds"] for name in ("decode", "format", "total")}
+    assert all(list(series) == [()] and len(series[()]) == 1 for series in measured.values())
+    assert stages == [
+        ["fetch", "0.0"],
+        ["decode", f"{measured['decode'][()][0] * 1000:.1f}"],
+        ["queue", "250.0"],
+        ["encode", "500.0"],
+        ["format", f"{measured['format'][()][0] * 1000:.1f}"],
+        ["total", f"{measured['total'][()][0] * 1000:.1f}"],
+    ]
+    assert "foveal_fetch_seconds" not in recorded
+    assert (recorded["foveal_bytes_in"], recorded["foveal_bytes_out"]) == (
+        {(): [len(data)]},
+        {(): [len(answer.content)]},
+    )
+
+
+def test_each_item_is_measured_and_an_error_is_counted_by_its_code(post: Post, recorded: Recorded) -> None:
+    url = "data:image/gif;base64," + base64.b64encode(gif(10)).decode()
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert post(json={"input": [part, part]}).status_code == 200
+    assert [len(recorded[f"foveal_{name}_seconds"][()]) for name in ("fetch", "decode", "format", "total")] == [
+        2,
+        2,
+        1,
+        1,
+    ]
+    assert post(content=b"text").status_code == 415
+    assert post(content=gif(10), params={"fsp": 1}).status_code == 422
+    assert recorded["foveal_errors"] == {("unsupported_media",): [1], ("invalid_option",): [1]}
+    assert len(recorded["foveal_total_seconds"][()]) == 1
+
+
+def test_the_stages_kept_are_of_one_item(recorded: Recorded) -> None:
+    timings = Timings()
+    for fetch, decode in ((0.9, 0.1), (0.0, 0.5), (0.4, 0.7)):
+        timings.note(fetch=fetch, decode=decode)
+    timings.note(queue=0.2, encode=0.1)
+    timings.note(queue=0.0, encode=0.25)
+    assert timings.seconds == {
+        "fetch": 0.4,
+        "decode": 0.7,
+        "queue": 0.2,
+        "encode": 0.1,
+        "format": 0.0,
+        "total": 0.0,
+    }
+    assert recorded["foveal_fetch_seconds"] == {(): [0.9, 0.4]}
+    assert recorded["foveal_decode_seconds"] == {(): [0.1, 0.5, 0.7]}
 
 
 def test_options_reach_the_replica(post: Post, played: PlayedPools) -> None:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.errors import FovealError
 from app.middleware import NOTES, SERVE_HEADERS, BodyCap, Envelope, access, at_proxy
+from tests.unit.conftest import Recorded
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -77,7 +78,7 @@ def test_the_unforeseen_tells_nothing(records: list[dict[str, Any]]) -> None:
     assert records[0]["error"] == "internal"
 
 
-def test_a_response_that_breaks_halfway_is_not_patched_up(records: list[dict[str, Any]]) -> None:
+def test_a_response_that_breaks_halfway_is_not_patched_up(records: list[dict[str, Any]], recorded: Recorded) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise OSError("disk")
@@ -85,9 +86,10 @@ def test_a_response_that_breaks_halfway_is_not_patched_up(records: list[dict[str
     with pytest.raises(OSError, match="disk"):
         call(Envelope(app))
     assert records[0]["error"] == "broken_response"
+    assert recorded["foveal_errors"] == {("broken_response",): [1]}
 
 
-def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[str, Any]]) -> None:
+def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[str, Any]], recorded: Recorded) -> None:
     messages = [{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}]
 
     async def receive() -> Message:
@@ -99,6 +101,10 @@ def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[st
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     asyncio.run(Envelope(BodyCap(asgi(length), 10, 100))(scope, receive, send))
     assert (records[0]["code"], "error" in records[0]) == (499, False)
+    assert recorded == {
+        "foveal_bytes_in": {(): [1]},
+        "foveal_requests_cancelled": {(): [1]},
+    }
 
 
 @pytest.mark.parametrize(("size", "status"), [(10, 200), (11, 413)])

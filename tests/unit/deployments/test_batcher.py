@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.batcher import Batcher, BatchLimits, Size, count_that_fit
+from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult
 from encoder.runner import EncodeOutput, EncodeRequest
+from tests.unit.conftest import Recorded
 
 SIZES = st.lists(
     st.builds(Size, st.sampled_from(["image", "video"]), st.integers(1, 40), st.integers(1, 12)), max_size=40
@@ -131,6 +133,7 @@ def make(runner: HeldRunner) -> Iterator[Make]:
                 "image",
                 runner,
                 BatchLimits(tokens=4, items=3, segments=100),
+                ReplicaMetrics("image", (64,), lambda: {"budget_tokens": 0, "used_tokens": 0}),
                 max_queued_items=max_queued_items,
                 max_queued_bytes=max_queued_bytes,
             )
@@ -268,6 +271,35 @@ def test_a_failed_batch_latches_a_fault(
     assert waiting.result(10).error == "fault"
     assert batcher.fault == "RuntimeError: CUDA error"
     assert put(batcher, 2).result(0).error == "fault"
+
+
+def test_metrics_tell_what_was_encoded_what_was_dropped_and_what_waits(
+    make: Make, runner: HeldRunner, recorded: Recorded
+) -> None:
+    batcher = make(max_queued_items=4)
+    first = occupy(batcher, runner)
+    gone, late = put(batcher, 1, tokens=2), put(batcher, 2, deadline=time.time() + 3600)
+    bad, good = put(batcher, 255), put(batcher, 3)
+    assert put(batcher, 4).result(0).error == "overloaded"
+    assert gone.cancel()
+    batcher._queue[1].item = item(2, deadline=time.time() - 1)
+    runner.gate.release(2)
+    results = [future.result(10) for future in (first, late, bad, good)]
+    assert [result.error for result in results] == [None, "deadline", "internal", None]
+    wait_for(lambda: len(recorded["foveal_encode_seconds"]["image",]) == 2)
+    assert recorded["foveal_items_dropped"] == {
+        ("image", cause): [1] for cause in ("overloaded", "cancelled", "deadline", "internal")
+    }
+    assert recorded["foveal_items"] == {("image", "graph", "none"): [1, 1]}
+    assert recorded["foveal_graph_hits"] == {("image", "64"): [1, 1]}
+    assert recorded["foveal_queue_seconds"] == {("image",): [results[0].queue_s, results[3].queue_s]}
+    assert recorded["foveal_encode_seconds"] == {("image",): [results[0].encode_s, results[3].encode_s]}
+    assert recorded["foveal_queue_items"]["image",] == [1, 0, 1, 2, 3, 4, 2, 0]
+    assert recorded["foveal_queue_tokens"]["image",] == [1, 0, 2, 3, 4, 5, 2, 0]
+    runner.failure = RuntimeError("CUDA error")
+    runner.gate.release(1)
+    assert put(batcher, 5).result(10).error == "fault"
+    assert recorded["foveal_items_dropped"]["image", "fault"] == [1]
 
 
 def test_the_routers_reason_is_told(make: Make, runner: HeldRunner) -> None:
