@@ -2,9 +2,11 @@
 #              (HAPROXY=1: through HAProxy, half the overhead; its statistics then listen on all interfaces)
 # make test    install what the tests need as well, and run them
 # make lint    ruff and mypy
+# make fuzz    mutated media against the intake, FUZZ_SECONDS long
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
 HAPROXY ?= 0
+FUZZ_SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -16,7 +18,7 @@ export RAY_SERVE_ENABLE_HA_PROXY := $(HAPROXY)
 # An ingress that refuses work when full is not down: HAProxy is not to judge it by its answers.
 export RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED := 0
 
-.PHONY: serve test lint footprint clean
+.PHONY: serve test lint fuzz footprint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run $(CONFIG)
@@ -28,6 +30,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz.media --seconds $(FUZZ_SECONDS)
 
 footprint: $(VENV)/.test
 	$(BIN)/python -m benchmarks.footprint
