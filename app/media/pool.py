@@ -42,7 +42,7 @@ from configs.settings import Limits
 _GRACE_S = 1.0
 _START_S = 120.0
 # What a decoder may keep of freed memory (glibc): enough for a photo of 12 megapixels and its intermediates.
-_KEPT_BYTES = 256 << 20
+KEPT_BYTES = 256 << 20
 CRASHED = "the decoder crashed on the content"
 
 
@@ -166,7 +166,7 @@ class _Parent:
         # Decoding runs in parallel over processes; a pool of threads in each would only fight over the cores.
         # Pictures come and go by the ten megabytes: memory that is kept for the next one is not faulted in again.
         env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES), "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "CUDA_VISIBLE_DEVICES": ""}
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
         with theirs:
             self._process = subprocess.Popen(
