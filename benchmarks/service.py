@@ -117,6 +117,12 @@ class Service:
             sizes[pid] = sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
         return sizes
 
+    def metrics(self) -> str:
+        """What Ray exports for Prometheus, the text of every place that it names; a few seconds behind what happens."""
+        places = self._folder / "ray" / "session_latest" / "prom_metrics_service_discovery.json"
+        addresses = [address for group in json.loads(places.read_text()) for address in group["targets"]]
+        return "".join(httpx.get(f"http://{address}/metrics", timeout=30).text for address in addresses)
+
     def _healthy(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    with Service(timeout_s=300) as running:
+    with Service(env={"RAY_metrics_report_interval_ms": "1000"}, timeout_s=300) as running:
         yield running
 
 
