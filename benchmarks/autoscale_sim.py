@@ -319,7 +319,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 GRIDS: dict[str, tuple[Callable[[float], Policy], tuple[float, ...]]] = {
-    "requests": (by_requests, (0.5, 1, 2, 4, 8)),
+    "requests": (by_requests, (0.75, 1, 1.25, 1.5, 2, 3, 4)),
     "queued work": (by_work, (0.02, 0.05, 0.1, 0.2, 0.4)),
 }
 
