@@ -14,7 +14,6 @@ CODES: dict[str, tuple[int, str]] = {
     "empty_body": (400, "the request carries no bytes"),
     "malformed_request": (400, "the JSON or multipart body cannot be parsed"),
     "undecodable_media": (400, "the bytes are damaged or cut short"),
-    "unauthorized": (401, "no API key, or one that is not known"),
     "not_found": (404, "no such route"),
     "method_not_allowed": (405, "the route exists, the method does not"),
     "body_too_large": (413, "more bytes than limits.max_body_bytes"),

@@ -43,7 +43,7 @@ async def read_request(request: Request, limits: Limits) -> tuple[EncodeOptions,
     if content_type == "multipart/form-data":
         fields, sources = await _read_form(request, limits)
     elif content_type == "application/json":
-        fields, sources = await _read_json(request)
+        fields, sources = await _read_json(request, limits)
     else:
         fields, sources = [], [Source("body", await request.body())]
     options = parse_options([*query, *fields], limits)
@@ -97,7 +97,7 @@ async def _read_form(request: Request, limits: Limits) -> tuple[list[tuple[str, 
     return fields, sources
 
 
-async def _read_json(request: Request) -> tuple[list[tuple[str, Any]], list[Source]]:
+async def _read_json(request: Request, limits: Limits) -> tuple[list[tuple[str, Any]], list[Source]]:
     raw = await request.body()
     if not raw:
         raise FovealError("empty_body", "the request carries no bytes")
@@ -105,6 +105,10 @@ async def _read_json(request: Request) -> tuple[list[tuple[str, Any]], list[Sour
         decoded = await asyncio.to_thread(json.loads, raw)
     except (ValueError, RecursionError) as error:
         raise FovealError("malformed_request", f"the body is not JSON: {error}") from None
+    # Before the parts are validated one by one, which takes long if they are many.
+    parts = decoded.get("input") if isinstance(decoded, dict) else None
+    if isinstance(parts, list) and len(parts) > limits.max_items:
+        raise _too_many(limits)
     body = parse_body(decoded)
     return list((body.model_extra or {}).items()), _part_sources(body.input)
 

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from ray.exceptions import TaskCancelledError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -55,8 +56,9 @@ class Envelope:
 
         try:
             await self._app(scope, receive, counted)
-        except ClientDisconnect:
-            code = 499  # It left before its body was here: nobody is there to answer.
+        except (ClientDisconnect, TaskCancelledError):
+            # It left before its body was here, as starlette or Serve's proxy tells it: nobody is there to answer.
+            code = 499
         except asyncio.CancelledError:
             code = 499
             raise
@@ -99,8 +101,8 @@ class BodyCap:
             await self._app(scope, receive, send)
             return
         announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal():
-            raise FovealError("malformed_request", "Content-Length is not a number")
+        if not announced.isdecimal() or len(announced) > 18:
+            raise FovealError("malformed_request", "Content-Length is not a possible number")
         held = received = 0
 
         def hold(size: int) -> None:

@@ -103,6 +103,9 @@ class Pipeline:
             timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
             return media
         except FovealError as error:
+            if source.claims is not None and error.param == "modality":
+                # The part itself said what it is; the client sent no such option.
+                error = FovealError(error.code, error.message, source.param)
             raise error.with_param(source.param) from None
 
     async def _fetch(self, urls: Sequence[str]) -> list[bytes]:

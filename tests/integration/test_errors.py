@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import socket
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ def clip_without_frames() -> bytes:
         stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
         container.start_encoding()
     return file.getvalue()
+
+
+def data_uri(data: bytes) -> str:
+    return "data:application/octet-stream;base64," + base64.b64encode(data).decode()
 
 
 def form(*files: bytes, **fields: str) -> dict[str, Any]:
@@ -99,6 +104,13 @@ def form(*files: bytes, **fields: str) -> dict[str, Any]:
             "fetch_forbidden",
             "input[0]",
             id="fetching is off",
+        ),
+        pytest.param(
+            {"json": {"input": [{"type": "video_url", "video_url": {"url": data_uri(PNG)}}]}},
+            422,
+            "modality_mismatch",
+            "input[0]",
+            id="a still as video_url",
         ),
         pytest.param(
             {"json": {"input": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}]}},

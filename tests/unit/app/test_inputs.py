@@ -83,6 +83,7 @@ def test_a_json_body() -> None:
         (form(("file", "a", b"x"), ("dtype", None, b"float16")), FORM, "dtype=float16", "invalid_option", "dtype"),
         (form(*[("file", "a", b"x")] * 4), FORM, "", "too_many_items", None),
         (form(*[("file", "a", b"x")] * 5), FORM, "", "too_many_items", None),
+        (b'{"input": [1, 2, 3, 4]}', "application/json", "", "too_many_items", None),
         (b"--B\r\n\r\n", FORM, "", "malformed_request", None),
         (b"x", "multipart/form-data", "", "malformed_request", None),
         (b'{"input": [' + b"[" * 100_000, "application/json", "", "malformed_request", None),

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import TaskCancelledError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -105,6 +106,25 @@ def test_a_client_that_leaves_while_it_uploads_is_no_fault(records: list[dict[st
         "foveal_bytes_in": {(): [1]},
         "foveal_requests_cancelled": {(): [1]},
     }
+
+
+def test_an_upload_that_serve_gives_up_is_no_fault(records: list[dict[str, Any]], recorded: Recorded) -> None:
+    async def receive() -> Message:
+        raise TaskCancelledError
+
+    async def send(message: Message) -> None:
+        raise AssertionError("nobody listens")
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(Envelope(BodyCap(asgi(length), 10, 100))(scope, receive, send))
+    assert (records[0]["code"], "error" in records[0]) == (499, False)
+    assert recorded["foveal_requests_cancelled"] == {(): [1]}
+
+
+def test_an_impossible_length_is_refused(records: list[dict[str, Any]]) -> None:
+    app = Envelope(BodyCap(asgi(length), 10, 100))
+    answer = call(app, headers={"content-length": "9" * 5000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_request")
 
 
 @pytest.mark.parametrize(("size", "status"), [(10, 200), (11, 413)])
