@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments.autoscaling import replicas_for
-from deployments.batcher import BatchLimits, Size, count_that_fit
+from deployments.batcher import Size, count_that_fit
 from deployments.work import predicted_work
-from encoder.budgets import CostTable
+from encoder.budgets import CostTable, PackLimits
 
 RESULTS = Path(__file__).parent / "results"
 IMAGE_CELLS = {"1x224^2": 49, "1x448^2": 196, "1x1024^2": 1024}  # benchmark cell: tokens of its one segment
@@ -36,7 +36,7 @@ class Pool:
     """costs: seconds that the replica predicts by. slower: real seconds over predicted ones, by tokens a segment."""
 
     name: str
-    limits: BatchLimits
+    limits: PackLimits
     costs: CostTable
     slower: tuple[tuple[int, float], ...] = ((1, 1.0),)
     max_queued: int = 256
@@ -62,7 +62,7 @@ def measured_pools() -> dict[str, Pool]:
     capture = json.loads((RESULTS / "encoder-full-cuda-capture.json").read_text())["capture"]
     tables = capture["empty kernel caches"]["first"]["costs_ms"]
     graphs = {m: CostTable({int(b): ms / 1e3 for b, ms in table.items()}) for m, table in tables.items()}
-    wide = BatchLimits(tokens=16384, items=8, segments=16384)
+    wide = PackLimits(max_tokens=16384, max_items=8, max_seqs=16384)
     slower = tuple(
         (
             tokens,
@@ -75,9 +75,9 @@ def measured_pools() -> dict[str, Pool]:
     eager = rows["transformers eager, packed attention"]
     points = tuple((tokens, eager[cell]["ms"] / 1e3) for cell, tokens in (IMAGE_CELLS | VIDEO_CELLS).items())
     return {
-        "image": Pool("image", BatchLimits(16384, 8, 8), graphs["image"], slower),
-        "video": Pool("video", BatchLimits(16384, 8, 64), graphs["video"], slower),
-        "eager": Pool("eager", BatchLimits(16384, 4, 16384), CostTable({}, points)),
+        "image": Pool("image", PackLimits(16384, 8, 8), graphs["image"], slower),
+        "video": Pool("video", PackLimits(16384, 8, 64), graphs["video"], slower),
+        "eager": Pool("eager", PackLimits(16384, 4, 16384), CostTable({}, points)),
     }
 
 

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState
+from encoder.budgets import PackLimits
 from encoder.runner import EncodeOutput, EncodeRequest
 
 logger = logging.getLogger("foveal")
@@ -33,16 +34,7 @@ class Size:
     segments: int
 
 
-@dataclass(frozen=True)
-class BatchLimits:
-    """Room of one batch. Each limit holds by itself."""
-
-    tokens: int
-    items: int
-    segments: int
-
-
-def count_that_fit(waiting: Iterable[Size], limits: BatchLimits) -> int:
+def count_that_fit(waiting: Iterable[Size], limits: PackLimits) -> int:
     """How many of the oldest items make the next batch.
 
     The longest run from the front that shares the first one's modality and keeps all limits. The first item is always
@@ -52,7 +44,7 @@ def count_that_fit(waiting: Iterable[Size], limits: BatchLimits) -> int:
     modality: str | None = None
     for size in waiting:
         tokens, segments = tokens + size.tokens, segments + size.segments
-        fits = count < limits.items and tokens <= limits.tokens and segments <= limits.segments
+        fits = limits.admit(tokens, count + 1, segments)
         if modality is not None and (size.modality != modality or not fits):
             break
         modality = size.modality
@@ -95,7 +87,7 @@ class Batcher:
         self,
         pool: PoolName,
         runner: Runner,
-        limits: BatchLimits,
+        limits: PackLimits,
         metrics: ReplicaMetrics,
         *,
         max_queued_items: int,

@@ -8,11 +8,11 @@ from typing import Any
 
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
-from deployments.batcher import Batcher, BatchLimits, Size
+from deployments.batcher import Batcher, Size
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
-from encoder.budgets import default_token_budgets
+from encoder.budgets import PackLimits, default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
 
@@ -36,7 +36,7 @@ class PoolReplica:
         pool: PoolName,
         settings: Settings,
         own: GraphSettings | EagerSettings,
-        limits: BatchLimits,
+        limits: PackLimits,
         token_budgets: Mapping[str, Sequence[int]],
     ) -> None:
         folder = resolve_checkpoint(settings.model)

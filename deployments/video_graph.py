@@ -8,15 +8,17 @@ from __future__ import annotations
 from ray import serve
 
 from configs.settings import Settings
-from deployments.batcher import BatchLimits
 from deployments.pool import POOL_OPTIONS, PoolReplica, graph_budgets
+from encoder.budgets import PackLimits
 
 
 class VideoReplica(PoolReplica):
     def __init__(self, settings: Settings) -> None:
         own = settings.video
         budgets = graph_budgets(settings, own)
-        limits = BatchLimits(tokens=budgets[-1], items=own.max_batch_size, segments=own.max_batch_size * own.t_capture)
+        limits = PackLimits(
+            max_tokens=budgets[-1], max_items=own.max_batch_size, max_seqs=own.max_batch_size * own.t_capture
+        )
         super().__init__("video", settings, own, limits, {"video": budgets})
 
 

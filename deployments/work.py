@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import torch
 
 from deployments.autoscaling import BUSY, QUEUED_WORK
-from deployments.batcher import BatchLimits, Size
+from deployments.batcher import Size
 from deployments.protocol import EncodeResult
 from encoder.budgets import CostTable, PackLimits, pack_greedily, plan_batches
 from encoder.defs import EncoderItemSpec
@@ -19,19 +19,18 @@ from encoder.runner import EncoderRunner
 _EAGER_T = (1, 8, 32)  # temporal patches of the 448x448 videos that are timed
 
 
-def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: BatchLimits) -> float:
+def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: PackLimits) -> float:
     """What the items cost in the unit of `costs`, in the batches that they would run in were they all that waits.
 
     Without graphs a batch costs what an eager run of its tokens does. An item that no graph takes, where eager runs
     have no known cost, counts by its tokens as the largest graph does.
     """
     specs = [EncoderItemSpec(4 * size.tokens, size.tokens, size.segments) for size in sizes]
-    pack = PackLimits(limits.tokens, limits.items, limits.segments)
     if not costs.graph:
-        return sum(costs.eager_cost(sum(specs[i].num_tokens for i in run)) for run in pack_greedily(specs, pack))
+        return sum(costs.eager_cost(sum(specs[i].num_tokens for i in run)) for run in pack_greedily(specs, limits))
     largest = max(costs.graph)
     work = 0.0
-    for batch in plan_batches(specs, sorted(costs.graph), pack, costs):
+    for batch in plan_batches(specs, sorted(costs.graph), limits, costs):
         if batch.budget is not None:
             work += costs.graph[batch.budget]
         else:
@@ -44,7 +43,7 @@ def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: BatchLimits)
 class WorkMeter:
     """What is unfinished in one replica. `add` and `report` may be called from any thread."""
 
-    def __init__(self, costs: CostTable, limits: BatchLimits) -> None:
+    def __init__(self, costs: CostTable, limits: PackLimits) -> None:
         self._costs, self._limits = costs, limits
         self._unfinished: dict[Future[EncodeResult], Size] = {}
 

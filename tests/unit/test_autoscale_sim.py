@@ -18,11 +18,11 @@ from benchmarks.autoscale_sim import (
     simulate,
     traces,
 )
-from deployments.batcher import BatchLimits, Size
-from encoder.budgets import CostTable
+from deployments.batcher import Size
+from encoder.budgets import CostTable, PackLimits
 
 ONE = Size("image", 64, 1)
-SINGLE = Pool("image", BatchLimits(64, 1, 1), CostTable({64: 0.1}), max_queued=10**9)
+SINGLE = Pool("image", PackLimits(64, 1, 1), CostTable({64: 0.1}), max_queued=10**9)
 
 
 def arrivals(rate: float, seconds: float) -> list[tuple[float, Size]]:

@@ -18,15 +18,15 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from deployments.autoscaling import BUSY, QUEUED_WORK, QueuedWorkPolicy, replicas_for
-from deployments.batcher import BatchLimits, Size
+from deployments.batcher import Size
 from deployments.protocol import EncodeResult
 from deployments.work import WorkMeter, cost_table, predicted_work
-from encoder.budgets import CostTable
+from encoder.budgets import CostTable, PackLimits
 
 REPORTS = st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1)), max_size=20)
 TARGET = st.floats(0.01, 100)
 COSTS = CostTable({64: 1.0, 128: 1.5, 1024: 8.0})
-LIMITS = BatchLimits(tokens=1024, items=8, segments=64)
+LIMITS = PackLimits(max_tokens=1024, max_items=8, max_seqs=64)
 
 
 def sized(reports: list[tuple[float, float]], target_queued: float, target_busy: float = 0.8) -> int:

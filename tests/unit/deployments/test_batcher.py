@@ -13,20 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.batcher import Batcher, BatchLimits, Size, count_that_fit
+from deployments.batcher import Batcher, Size, count_that_fit
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult
+from encoder.budgets import PackLimits
 from encoder.runner import EncodeOutput, EncodeRequest
 from tests.unit.conftest import Recorded
 
 SIZES = st.lists(
     st.builds(Size, st.sampled_from(["image", "video"]), st.integers(1, 40), st.integers(1, 12)), max_size=40
 )
-LIMITS = st.builds(BatchLimits, st.integers(1, 100), st.integers(1, 8), st.integers(1, 30))
+LIMITS = st.builds(PackLimits, st.integers(1, 100), st.integers(1, 8), st.integers(1, 30))
 
 
 @given(SIZES, LIMITS)
-def test_a_batch_keeps_every_limit_and_is_as_long_as_it_can_be(waiting: list[Size], limits: BatchLimits) -> None:
+def test_a_batch_keeps_every_limit_and_is_as_long_as_it_can_be(waiting: list[Size], limits: PackLimits) -> None:
     count = count_that_fit(waiting, limits)
     batch = waiting[:count]
     assert count >= bool(waiting)
@@ -39,7 +40,7 @@ def test_a_batch_keeps_every_limit_and_is_as_long_as_it_can_be(waiting: list[Siz
 
 
 @given(SIZES, LIMITS)
-def test_batches_take_everything_once_and_in_order(waiting: list[Size], limits: BatchLimits) -> None:
+def test_batches_take_everything_once_and_in_order(waiting: list[Size], limits: PackLimits) -> None:
     rest, taken = list(waiting), []
     while rest:
         count = count_that_fit(rest, limits)
@@ -51,22 +52,22 @@ def test_batches_take_everything_once_and_in_order(waiting: list[Size], limits: 
 @pytest.mark.parametrize(
     ("limits", "count"),
     [
-        (BatchLimits(100, 10, 100), 4),
-        (BatchLimits(35, 10, 100), 3),
-        (BatchLimits(100, 2, 100), 2),
-        (BatchLimits(100, 10, 11), 2),
-        (BatchLimits(5, 10, 100), 1),
+        (PackLimits(100, 10, 100), 4),
+        (PackLimits(35, 10, 100), 3),
+        (PackLimits(100, 2, 100), 2),
+        (PackLimits(100, 10, 11), 2),
+        (PackLimits(5, 10, 100), 1),
     ],
 )
-def test_each_limit_alone(limits: BatchLimits, count: int) -> None:
+def test_each_limit_alone(limits: PackLimits, count: int) -> None:
     assert count_that_fit([Size("video", 10, 4), Size("video", 20, 5), *[Size("video", 5, 3)] * 2], limits) == count
 
 
-def within(batch: Sequence[Size], limits: BatchLimits) -> bool:
+def within(batch: Sequence[Size], limits: PackLimits) -> bool:
     return (
-        len(batch) <= limits.items
-        and sum(size.tokens for size in batch) <= limits.tokens
-        and sum(size.segments for size in batch) <= limits.segments
+        len(batch) <= limits.max_items
+        and sum(size.tokens for size in batch) <= limits.max_tokens
+        and sum(size.segments for size in batch) <= limits.max_seqs
     )
 
 
@@ -132,7 +133,7 @@ def make(runner: HeldRunner) -> Iterator[Make]:
             Batcher(
                 "image",
                 runner,
-                BatchLimits(tokens=4, items=3, segments=100),
+                PackLimits(max_tokens=4, max_items=3, max_seqs=100),
                 ReplicaMetrics("image", (64,), lambda: {"budget_tokens": 0, "used_tokens": 0}),
                 max_queued_items=max_queued_items,
                 max_queued_bytes=max_queued_bytes,
