@@ -88,6 +88,23 @@ class FetchSettings(_Strict):
     max_redirects: Annotated[int, Field(ge=0)] = 3
 
 
+class StoreSettings(_Strict):
+    """`deliver=store`: embeddings as files in a folder that their readers share. Off by default."""
+
+    root: Annotated[
+        str | None,
+        Field(
+            pattern="^/", description="folder for `deliver=store`, the same path for all ingress replicas; null: off"
+        ),
+    ] = None
+    max_bytes: Annotated[
+        PositiveInt, Field(description="bytes of all files; the least recently used go first to make room")
+    ] = 16 * 1024**3
+    lease_s: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, description="time since its last use in which a file is never removed")
+    ] = 300.0
+
+
 class Settings(_Strict):
     """Arguments of `app.main:build`. Replicas, autoscaling and actor resources stay under `deployments:`."""
 
@@ -102,6 +119,7 @@ class Settings(_Strict):
     long_video: Annotated[Literal["eager"], Field(description="where videos over t_capture go")] = "eager"
     limits: Limits = Limits()
     fetch: FetchSettings = FetchSettings()
+    store: StoreSettings = StoreSettings()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

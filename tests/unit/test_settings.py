@@ -58,6 +58,8 @@ def test_the_config_names_the_deployments() -> None:
         ({"long_video": "video"}, "long_video"),
         ({"eager": {"max_batch_tokens": 16383}}, "eager.max_batch_tokens"),
         ({"limits": {"max_body_bytes": 1 << 30}}, "limits.max_bytes_in_flight"),
+        ({"store": {"root": "relative/folder"}}, "store.root"),
+        ({"store": {"lease_s": -1}}, "store.lease_s"),
         ({"video": {"max_queued_bytes": 1000}}, "video.max_queued_bytes"),
         ({"limits": {"max_tokens": 200000}, "eager": {"max_batch_tokens": 200000}}, "image.max_queued_bytes"),
     ],
