@@ -1,0 +1,166 @@
+"""The service of configs/cluster.yaml on three Ray nodes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import yaml
+from ray.cluster_utils import Cluster
+
+from benchmarks.service import ROOT, free_port
+
+ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
+    # As configs/kuberay sets them: how soon the controller sees what waits and what works.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # A node that is gone counts as dead after 3 s, by default after 15 s.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+POOLS = ("ImageGraph", "VideoGraph", "Eager")
+Config = dict[str, Any]
+
+
+def cluster_config() -> Config:
+    """configs/cluster.yaml with the tiny model on CPUs and a fixed number of replicas: the least that it asks for."""
+    config = yaml.safe_load((ROOT / "configs" / "cluster.yaml").read_text())
+    config["proxy_location"] = "HeadOnly"
+    config["http_options"]["port"] = free_port()
+    (app,) = config["applications"]
+    app["args"] = {"model": "tiny", "limits": {"deadline_s": 40}}
+    for deployment in app["deployments"]:
+        deployment["num_replicas"] = max(deployment.pop("autoscaling_config")["min_replicas"], 1)
+        selector = deployment["ray_actor_options"]["label_selector"]
+        deployment["ray_actor_options"] = {"num_cpus": 0.25, "label_selector": selector}
+    return config
+
+
+def deployment(config: Config, name: str) -> dict[str, Any]:
+    """The entry of one deployment in `config`."""
+    return next(d for d in config["applications"][0]["deployments"] if d["name"] == name)
+
+
+class ServiceCluster:
+    """A head that takes ingresses and two nodes that take pools; a context manager that leaves nothing behind."""
+
+    def __init__(self) -> None:
+        # Ray's sockets live under this folder, and a socket's path has at most 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="fov", dir="/tmp"))
+        self._api = f"http://127.0.0.1:{free_port()}"
+        self.config = cluster_config()
+        self.url = f"http://127.0.0.1:{self.config['http_options']['port']}"
+
+    def __enter__(self) -> Self:
+        self._env = {name: os.environ.get(name) for name in (*ENV, "RAY_TMPDIR")}
+        os.environ.update(ENV, RAY_TMPDIR=str(self._folder))
+        head = {
+            "labels": {"foveal": "ingress"},
+            "num_cpus": 2,
+            "include_dashboard": True,
+            "dashboard_port": int(self._api.rpartition(":")[2]),
+            "temp_dir": str(self._folder / "ray"),
+        }
+        try:
+            self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
+            self._nodes = [self._add_node() for _ in range(2)]
+            self.deploy(self.config)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(AttributeError):  # it did not start
+            self._cluster.shutdown()
+        for name, value in self._env.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def deploy(self, config: Config, timeout_s: float = 240.0) -> float:
+        """What `serve deploy` does, and the wait until it is done everywhere. Seconds."""
+        started = time.monotonic()
+        eventually(lambda: self._put(config), timeout_s)
+        self.config = config
+        eventually(lambda: self._told()["status"] == "RUNNING" and self.whole(), timeout_s)
+        return time.monotonic() - started
+
+    def replicas(self, name: str, state: str = "RUNNING") -> list[dict[str, Any]]:
+        """Serve's record of each replica in `state`: `pid`, `node_id`, `replica_id` and more."""
+        told = self._told()["deployments"].get(name, {"replicas": []})
+        return [replica for replica in told["replicas"] if replica["state"] == state]
+
+    def whole(self) -> bool:
+        """Every deployment has all its replicas, and no others, all running and alive, and /health says so."""
+        told = self._told()["deployments"]
+        for wanted in self.config["applications"][0]["deployments"]:
+            replicas = told.get(wanted["name"], {"replicas": []})["replicas"]
+            fixed = wanted.get("num_replicas")
+            if fixed is not None and len(replicas) != fixed:
+                return False
+            if any(r["state"] != "RUNNING" or not Path(f"/proc/{r['pid']}").exists() for r in replicas):
+                return False
+        return self.health() == 200
+
+    def health(self) -> int:
+        """The status of /health; 0 if there is no answer."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=10).status_code
+        except httpx.TransportError:
+            return 0
+
+    def kill(self, name: str) -> None:
+        """kill -9 of one replica."""
+        os.kill(self.replicas(name)[0]["pid"], signal.SIGKILL)
+
+    def remove_node(self) -> int:
+        """Kills the node that most pool replicas are on, as a power cut would. How many those are."""
+        count = {
+            node.node_id: sum(r["node_id"] == node.node_id for pool in POOLS for r in self.replicas(pool))
+            for node in self._nodes
+        }
+        node = max(self._nodes, key=lambda n: count[n.node_id])
+        self._nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+        return count[node.node_id]
+
+    def restore_node(self) -> None:
+        self._nodes.append(self._add_node())
+
+    def _add_node(self) -> Any:
+        return self._cluster.add_node(num_cpus=2, labels={"foveal": "gpu"})
+
+    def _put(self, config: Config) -> bool:
+        try:
+            response = httpx.put(f"{self._api}/api/serve/applications/", json=config, timeout=60)
+        except httpx.TransportError:
+            return False
+        assert response.status_code == 200, response.text
+        return True
+
+    def _told(self) -> dict[str, Any]:
+        """What Serve tells of the application; nothing if it does not answer."""
+        with contextlib.suppress(httpx.TransportError, KeyError, ValueError):
+            return httpx.get(f"{self._api}/api/serve/applications/", timeout=30).json()["applications"]["foveal"]
+        return {"status": "UNKNOWN", "deployments": {}}
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> float:
+    """Waits for it. How long that took, in seconds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, "it did not happen in time"
+        time.sleep(0.1)
+    return time.monotonic() - started
