@@ -40,13 +40,15 @@ async def read_request(request: Request, limits: Limits) -> tuple[EncodeOptions,
     """
     query: list[tuple[str, Any]] = list(request.query_params.multi_items())
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    fields: list[tuple[str, Any]] = []
+    typed: list[tuple[str, Any]] = []
     if content_type == "multipart/form-data":
         fields, sources = await _read_form(request, limits)
     elif content_type == "application/json":
-        fields, sources = await _read_json(request, limits)
+        typed, sources = await _read_json(request, limits)
     else:
-        fields, sources = [], [Source("body", await request.body())]
-    options = parse_options([*query, *fields], limits)
+        sources = [Source("body", await request.body())]
+    options = parse_options([*query, *fields], limits, typed)
     if len(sources) > limits.max_items:
         raise _too_many(limits)
     for source in sources:
@@ -67,8 +69,17 @@ def _checked(source: Source, options: EncodeOptions) -> Source:
     return source
 
 
+class _FormParser(MultiPartParser):
+    """Tells whether the closing boundary was there: starlette takes a form that is cut short for a shorter one."""
+
+    ended = False
+
+    def on_end(self) -> None:
+        self.ended = True
+
+
 async def _read_form(request: Request, limits: Limits) -> tuple[list[tuple[str, Any]], list[Source]]:
-    parser = MultiPartParser(request.headers, request.stream(), max_files=limits.max_items + 1, max_fields=64)
+    parser = _FormParser(request.headers, request.stream(), max_files=limits.max_items + 1, max_fields=64)
     parser.spool_max_size = limits.max_body_bytes  # Parts stay in memory: they are bounded, and read at once.
     try:
         form = await parser.parse()
@@ -78,9 +89,13 @@ async def _read_form(request: Request, limits: Limits) -> tuple[list[tuple[str, 
         raise FovealError("malformed_request", f"the multipart body cannot be parsed: {error.message}") from None
     except KeyError:
         raise FovealError("malformed_request", "the multipart Content-Type has no boundary") from None
+    except UnicodeError:
+        raise FovealError("malformed_request", "a name or field is not in the charset of the Content-Type") from None
     fields: list[tuple[str, Any]] = []
     sources: list[Source] = []
     try:
+        if not parser.ended:
+            raise FovealError("malformed_request", "the multipart body ends before its closing boundary")
         for name, value in form.multi_items():
             if not isinstance(value, UploadFile):
                 fields.append((name, value))

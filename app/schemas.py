@@ -85,18 +85,26 @@ class EncodeBody(BaseModel):
     ]
 
 
-def parse_options(pairs: Iterable[tuple[str, Any]], limits: Limits) -> EncodeOptions:
+def parse_options(
+    pairs: Iterable[tuple[str, Any]], limits: Limits, typed: Iterable[tuple[str, Any]] = ()
+) -> EncodeOptions:
     """The options from (name, value) pairs of all places where a request may put them.
+
+    Args:
+        pairs: from where every value is text, which is converted.
+        typed: from JSON, where a value must have its option's own type.
 
     Raises:
         FovealError: 422 `invalid_option` names an option that is unknown, given twice, not allowed or over a ceiling.
     """
     values: dict[str, Any] = {}
-    for name, value in pairs:
+    own = dict(typed)
+    for name, value in [*pairs, *own.items()]:
         if name in values:
             raise FovealError("invalid_option", f"{name} is given twice", name)
         values[name] = value
     try:
+        EncodeOptions.model_validate(own, strict=True)
         options = EncodeOptions.model_validate(values)
     except ValidationError as error:
         raise _invalid(error, "invalid_option") from None

@@ -28,7 +28,7 @@ class Detected:
     formats: tuple[str, ...]
 
 
-_JPEG = Detected("JPEG", "pillow", ("JPEG", "MPO"))
+_JPEG = Detected("JPEG", "pillow", ("JPEG",))
 _PNG = Detected("PNG", "pillow", ("PNG",))
 _GIF = Detected("GIF", "pillow", ("GIF",))
 _WEBP = Detected("WebP", "pillow", ("WEBP",))

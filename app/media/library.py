@@ -30,9 +30,10 @@ def library_call(name: str) -> Iterator[None]:
     except (OSError, SyntaxError, EOFError, ValueError, av.error.FFmpegError) as e:
         raise undecodable(name, e) from e
     except Exception as e:
-        # Pillow's plugins let parsing accidents (IndexError, KeyError, TypeError, struct.error...) escape.
+        # Pillow's plugins let parsing accidents (IndexError, KeyError, TypeError, struct.error...) escape; what those
+        # say is of no use to a client.
         _log.info("decoder raised %s on a %s", type(e).__name__, name)
-        raise undecodable(name, e) from e
+        raise undecodable(name, "its structure cannot be followed") from e
 
 
 def undecodable(name: str, reason: object) -> FovealError:

@@ -86,6 +86,14 @@ def test_a_json_body() -> None:
         (b'{"input": [1, 2, 3, 4]}', "application/json", "", "too_many_items", None),
         (b"--B\r\n\r\n", FORM, "", "malformed_request", None),
         (b"x", "multipart/form-data", "", "malformed_request", None),
+        (form(("file", "a", b"x")), f"{FORM}; charset=undefined", "", "malformed_request", None),
+        (
+            b'{"input": [{"type": "video", "video": ["data:"]}], "fps": "1"}',
+            "application/json",
+            "",
+            "invalid_option",
+            "fps",
+        ),
         (b'{"input": [' + b"[" * 100_000, "application/json", "", "malformed_request", None),
         (b"\xff", "application/json", "", "malformed_request", None),
         (
@@ -101,6 +109,28 @@ def test_refusals(body: bytes, content_type: str | None, query: str, code: str, 
     with pytest.raises(FovealError) as caught:
         read(body, content_type, query, Limits(max_items=3))
     assert (caught.value.code, caught.value.param) == (code, param)
+
+
+CUT = form(("file", "a", b"first"), ("file", "b", b"second"))
+
+
+@pytest.mark.parametrize("size", range(len(CUT) - len("--\r\n")))
+def test_a_form_that_is_cut_short_is_not_taken_for_a_shorter_one(size: int) -> None:
+    with pytest.raises(FovealError) as caught:
+        read(CUT[:size], FORM)
+    assert caught.value.code == "malformed_request"
+
+
+def test_a_form_may_have_an_epilogue() -> None:
+    assert len(read(CUT + b"epilogue", FORM)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "filename", ["café.jpg".encode(), "café.jpg".encode("latin-1"), "画像.jpg".encode("shift-jis")]
+)
+def test_file_names_of_any_charset(filename: bytes) -> None:
+    body = form(("file", "NAME", b"x")).replace(b"NAME", filename)
+    assert read(body, FORM)[1] == [Source("file[0]", b"x")]
 
 
 @given(st.binary(max_size=300), st.sampled_from([FORM, "application/json", "multipart/form-data; boundary="]))

@@ -22,6 +22,32 @@ def test_defaults_and_strings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fps", "1"),
+        ("fps", True),
+        ("num_frames", "4"),
+        ("num_frames", 4.0),
+        ("main_only", "yes"),
+        ("main_only", 1),
+        ("dtype", 5),
+    ],
+)
+def test_values_of_json_are_of_their_own_type(name: str, value: Any) -> None:
+    with pytest.raises(FovealError) as caught:
+        parse_options([], Limits(), [(name, value)])
+    assert (caught.value.code, caught.value.param) == ("invalid_option", name)
+
+
+def test_query_and_json_are_one_set_of_options() -> None:
+    options = parse_options([("num_frames", "4")], Limits(), [("main_only", True), ("max_pixels", None)])
+    assert (options.num_frames, options.main_only, options.max_pixels) == (4, True, None)
+    assert parse_options([], Limits(), [("fps", 2)]).fps == 2.0
+    with pytest.raises(FovealError, match="twice"):
+        parse_options([("fps", "2")], Limits(), [("fps", 2)])
+
+
+@pytest.mark.parametrize(
     ("pairs", "param"),
     [
         ([("colour", "red")], "colour"),

@@ -152,7 +152,7 @@ def jpegs() -> Cases:
     yield Case(
         g, "progressive, half missing", m.save(rgb, "JPEG", progressive=True)[:700], Refused("undecodable_media")
     )
-    yield Case(g, "signature only", base[:20], Refused("undecodable_media"))
+    yield Case(g, "signature only", base[:20], Refused("undecodable_media", "its header cannot be read"))
     huge = m.patch(base, frame + 5, struct.pack(">HH", 65000, 65000))
     yield Case(g, "header says 65000x65000", huge, Refused("too_many_pixels", "65000x65000"), "refused from the header")
     yield Case(g, "header says 0x64", m.patch(base, frame + 5, b"\0\0"), Refused("undecodable_media"))
