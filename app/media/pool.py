@@ -2,7 +2,7 @@
 
 Checks between library calls stop most files that take too long, but one call into a codec can run for minutes, and a
 codec that crashes takes its process along. So the calls run in a few child processes: one that is over its time is
-ended and replaced, one that crashes costs its own item only, and each may use a bounded amount of memory. Bytes and
+ended and replaced, an item whose decoder dies gets a second one, and each may use a bounded amount of memory. Bytes and
 frames travel through anonymous shared memory, everything else as JSON: a child that a file has taken over can send
 nothing but numbers and an error.
 
@@ -92,18 +92,27 @@ class DecodePool:
             raise FovealError("overloaded", "every decoder is busy", retry_after_s=1) from None
         keep = None
         try:
-            decoder = decoder or self._parent.fork()
-            try:
-                media = decoder.run(task, buffers, options, self._limits.decode_timeout_s)
-            except FovealError:
-                keep = decoder
-                raise
-            except _Lost as e:
-                raise _stopping() if self._closed else FovealError("undecodable_media", CRASHED) from e
-            except TimeoutError:
-                raise timeout_error(self._limits.decode_timeout_s) from None
-            keep = decoder
-            return media
+            # A decoder may also die of what others did, such as running out of memory: one is not yet proof.
+            for last_try in (False, True):
+                decoder = decoder or self._parent.fork()
+                try:
+                    media = decoder.run(task, buffers, options, self._limits.decode_timeout_s)
+                except FovealError:
+                    keep = decoder
+                    raise
+                except _Lost as e:
+                    if self._closed:
+                        raise _stopping() from e
+                    if last_try:
+                        raise FovealError("undecodable_media", CRASHED) from e
+                    self._parent.end(decoder)
+                    decoder = None
+                except TimeoutError:
+                    raise timeout_error(self._limits.decode_timeout_s) from None
+                else:
+                    keep = decoder
+                    return media
+            raise AssertionError("unreachable")
         finally:
             if decoder is not None and keep is None:
                 self._parent.end(decoder)

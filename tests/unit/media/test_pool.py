@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from app.errors import FovealError
 from app.media.decode import decode, decode_frames
-from app.media.pool import DecodePool
+from app.media.pool import CRASHED, DecodePool, _Decoder
 from app.media.types import DecodedMedia, MediaOptions
 from configs.settings import Limits
 from tests.unit.media import makers as m
@@ -73,18 +74,29 @@ def test_children_do_not_import_what_they_do_not_need(pool: DecodePool) -> None:
         assert "libtorch_cpu" in mapped
 
 
-def test_a_child_that_dies_costs_one_item(pool: DecodePool) -> None:
+def test_a_child_that_dies_costs_no_item(pool: DecodePool) -> None:
     pool.decode(STILL, MediaOptions())
     before = pool.pids()
-    os.kill(before[-1], 9)
-    outcomes = []
-    for _ in range(2):
-        try:
-            outcomes.append(pool.decode(STILL, MediaOptions()).modality)
-        except FovealError as e:
-            outcomes.append(e.code)
-    assert outcomes == ["undecodable_media", "image"]
-    assert set(pool.pids()) != set(before)
+    os.kill(before[-1], signal.SIGKILL)
+    assert [pool.decode(STILL, MediaOptions()).modality for _ in range(2)] == ["image", "image"]
+    assert before[-1] not in pool.pids()
+
+
+def test_content_that_two_decoders_die_of_is_at_fault(pool: DecodePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, lost = _Decoder.run, list[int]()
+
+    def killed(self: _Decoder, *args: Any) -> DecodedMedia:
+        os.kill(self.pid, signal.SIGKILL)
+        lost.append(self.pid)
+        return run(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Decoder, "run", killed)
+        with pytest.raises(FovealError, match=CRASHED) as caught:
+            pool.decode(STILL, MediaOptions())
+    assert caught.value.code == "undecodable_media"
+    assert len(set(lost)) == 2
+    assert pool.decode(STILL, MediaOptions()).modality == "image"
 
 
 def test_a_decoder_that_does_not_answer_is_ended() -> None:
