@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from app.errors import FovealError
 from app.formats.dtypes import cast
@@ -21,11 +21,13 @@ from app.metrics import STAGE_SECONDS
 from app.pools import Pools
 from app.routing import choose_pool
 from app.schemas import EncodeOptions
+from app.store import Store, item_hash
 from configs.processor import ProcessorConfig
 from configs.settings import Settings
-from deployments.protocol import EncodeItem, EncodeResult, PoolName
+from deployments.protocol import EncodeItem
 
-STAGES = ("fetch", "decode", "queue", "encode", "format", "total")
+STAGES = ("fetch", "decode", "queue", "encode", "store", "format", "total")
+STORE_THREADS = 4
 
 
 @dataclass
@@ -51,57 +53,109 @@ class Timings:
         return ", ".join(f"{stage};dur={seconds * 1000:.1f}" for stage, seconds in self.seconds.items())
 
 
-class Pipeline:
-    """Has media decoded in child processes, routes, and calls the pools. One an ingress replica."""
+@dataclass(frozen=True)
+class _Decoded:
+    """One item, and its name in the store if it goes there."""
 
-    def __init__(self, settings: Settings, processor: ProcessorConfig, pools: Pools) -> None:
+    media: DecodedMedia
+    hash: str | None
+
+
+class Pipeline:
+    """Has media decoded in child processes, routes, and calls the pools. One an ingress replica.
+
+    Args:
+        store: where `deliver=store` puts embeddings; None: nowhere.
+        checkpoint: the digest of what the pools serve, for the names in the store.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        processor: ProcessorConfig,
+        pools: Pools,
+        store: Store | None = None,
+        checkpoint: str = "",
+    ) -> None:
         self._settings, self._processor, self._pools = settings, processor, pools
+        self._store, self._checkpoint = store, checkpoint
         self._decoder = DecodePool(processor, settings.limits)
         self._waiters = ThreadPoolExecutor(settings.limits.decode_processes, thread_name_prefix="decode")
+        self._files = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
 
     async def run(self, sources: Sequence[Source], options: EncodeOptions, timings: Timings) -> list[EncodedItem]:
         """The encoded items, in the order of `sources`.
 
         Raises:
-            FovealError: of the first source that cannot be decoded, naming it; or of the pools.
+            FovealError: of the first source that cannot be decoded, naming it; or of the pools or the store.
         """
         deadline = time.time() + self._settings.limits.deadline_s
-        decoded = await asyncio.gather(
-            *(self._decode(source, options, timings) for source in sources), return_exceptions=True
+        name = await self._naming(options) if options.deliver == "store" else None
+        prepared = await asyncio.gather(
+            *(self._prepare(i, source, options, name, timings) for i, source in enumerate(sources)),
+            return_exceptions=True,
         )
-        media: list[DecodedMedia] = []
-        for item in decoded:
+        items: list[EncodedItem | _Decoded] = []
+        for item in prepared:
             if isinstance(item, BaseException):
                 raise item
-            media.append(item)
-        return await self._encode(media, options, deadline, timings)
+            items.append(item)
+        wanted = [(i, item) for i, item in enumerate(items) if isinstance(item, _Decoded)]
+        encoded = await _all_or_first_error([self._encode(i, item, options, deadline, timings) for i, item in wanted])
+        by_index = {item.index: item for item in encoded}
+        return [item if isinstance(item, EncodedItem) else by_index[i] for i, item in enumerate(items)]
 
     def close(self) -> None:
         """Ends the decoding processes."""
         self._waiters.shutdown()
+        self._files.shutdown()
         self._decoder.close()
 
-    async def _decode(self, source: Source, options: EncodeOptions, timings: Timings) -> DecodedMedia:
+    async def _naming(self, options: EncodeOptions) -> Callable[..., str]:
+        """`item_hash` with all that is the same for every item of the request."""
+        if self._store is None:
+            raise FovealError("invalid_option", "deliver: store is off on this server (store.root)", "deliver")
+        compute_dtype = self._settings.dtype if self._settings.dtype != "auto" else await self._pools.dtype()
+        return partial(
+            item_hash,
+            checkpoint=self._checkpoint,
+            compute_dtype=compute_dtype,
+            dtype=compute_dtype if options.dtype == "auto" else options.dtype,
+            pooling=options.pooling,
+        )
+
+    async def _prepare(
+        self, index: int, source: Source, options: EncodeOptions, name: Callable[..., str] | None, timings: Timings
+    ) -> EncodedItem | _Decoded:
+        """The item out of the store, or its frames."""
         try:
             fetch_s, started = 0.0, time.perf_counter()
-            frames = await self._fetch(source.frame_urls)
-            data = source.data
-            if data is None and source.url is not None:
-                (data,) = await self._fetch([source.url])
+            files = await self._fetch(source.frame_urls)
+            if source.data is not None:
+                files = [source.data]
+            elif source.url is not None:
+                files = await self._fetch([source.url])
             if source.data is None:
                 fetch_s = time.perf_counter() - started
             media_options = options.media()
             if source.claims is not None:
                 media_options = replace(media_options, modality=source.claims)
+            loop, frames, hash_ = asyncio.get_running_loop(), bool(source.frame_urls), None
+            if name is not None and self._store is not None:
+                hash_ = await loop.run_in_executor(self._files, partial(name, files, media_options, frames=frames))
+                stored = await loop.run_in_executor(self._files, self._store.get, hash_, index)
+                if stored is not None:
+                    timings.note(fetch=fetch_s, decode=0.0)
+                    return stored
             started = time.perf_counter()
-            if frames:
-                decode = partial(self._decoder.decode_frames, frames)
-            else:
-                assert data is not None
-                decode = partial(self._decoder.decode, data)
-            media = await asyncio.get_running_loop().run_in_executor(self._waiters, decode, media_options)
+            decode: Callable[[], DecodedMedia] = (
+                partial(self._decoder.decode_frames, files, media_options)
+                if frames
+                else partial(self._decoder.decode, files[0], media_options)
+            )
+            media = await loop.run_in_executor(self._waiters, decode)
             timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
-            return media
+            return _Decoded(media, hash_)
         except FovealError as error:
             if source.claims is not None and error.param == "modality":
                 # The part itself said what it is; the client sent no such option.
@@ -121,63 +175,50 @@ class Pipeline:
         return fetched
 
     async def _encode(
-        self, media: Sequence[DecodedMedia], options: EncodeOptions, deadline: float, timings: Timings
-    ) -> list[EncodedItem]:
-        grids = [self._processor.grid_thw(m.num_frames, m.height, m.width) for m in media]
-        bound: dict[PoolName, list[tuple[int, EncodeItem]]] = defaultdict(list)
-        for i, (item, grid) in enumerate(zip(media, grids, strict=True)):
-            pool, reason = choose_pool(
-                item.modality,
-                grid,
-                self._processor.num_tokens(grid),
-                t_capture=self._settings.video.t_capture,
-                largest_budget=await self._pools.largest_budget(item.modality),
-            )
-            request = EncodeItem(item.modality, item.frames, options.main_only, options.pooling, reason, deadline)
-            bound[pool].append((i, request))
-        answers = await _all_or_first_error(
-            [self._pools.encode(pool, [request for _, request in group]) for pool, group in bound.items()]
-        )
-        results: dict[int, EncodeResult] = {}
-        for group, answer in zip(bound.values(), answers, strict=True):
-            results.update(zip((i for i, _ in group), answer, strict=True))
-        return [
-            self._item(i, item, grid, results[i], options, timings)
-            for i, (item, grid) in enumerate(zip(media, grids, strict=True))
-        ]
-
-    def _item(
-        self,
-        index: int,
-        media: DecodedMedia,
-        grid_thw: tuple[int, int, int],
-        result: EncodeResult,
-        options: EncodeOptions,
-        timings: Timings,
+        self, index: int, decoded: _Decoded, options: EncodeOptions, deadline: float, timings: Timings
     ) -> EncodedItem:
+        media = decoded.media
+        grid = self._processor.grid_thw(media.num_frames, media.height, media.width)
+        pool, reason = choose_pool(
+            media.modality,
+            grid,
+            self._processor.num_tokens(grid),
+            t_capture=self._settings.video.t_capture,
+            largest_budget=await self._pools.largest_budget(media.modality),
+        )
+        request = EncodeItem(media.modality, media.frames, options.main_only, options.pooling, reason, deadline)
+        result = await self._pools.encode(pool, request)
         assert result.embeddings is not None
         assert result.execution is not None
-        timings.note(queue=result.queue_s, encode=result.encode_s)
         dtype = result.dtype if options.dtype == "auto" else options.dtype
-        return EncodedItem(
+        item = EncodedItem(
             index=index,
             modality=media.modality,
-            grid_thw=grid_thw,
+            grid_thw=grid,
             timestamps=media.timestamps,
             embeddings=cast(result.embeddings, result.dtype, dtype),
+            shape=result.embeddings.shape,
             dtype=dtype,
             pool=result.pool,
             execution=result.execution,
             reason=result.reason,
             budget=result.budget,
-            num_tokens=self._processor.num_tokens(grid_thw),
+            num_tokens=self._processor.num_tokens(grid),
             num_frames=media.num_frames,
             width=media.width,
             height=media.height,
         )
+        if self._store is None or decoded.hash is None:
+            timings.note(queue=result.queue_s, encode=result.encode_s)
+            return item
+        started = time.perf_counter()
+        put = partial(self._store.put, decoded.hash, item)
+        item = await asyncio.get_running_loop().run_in_executor(self._files, put)
+        timings.note(queue=result.queue_s, encode=result.encode_s, store=time.perf_counter() - started)
+        return item
 
 
-async def _all_or_first_error(calls: Sequence) -> list[list[EncodeResult]]:
+async def _all_or_first_error(calls: Sequence[Coroutine[Any, Any, EncodedItem]]) -> list[EncodedItem]:
     """All answers; the first failure cancels the other calls, so that their items leave the queues."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

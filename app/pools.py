@@ -13,10 +13,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatusOverview
 
+from app.dispatch import Dispatcher
 from app.errors import FovealError
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
+from encoder.budgets import PackLimits
 
-RETRY_AFTER_S = {"overloaded": 1, "unavailable": 5}
 STATE_TIMEOUT_S = 2.0
 
 
@@ -64,12 +65,13 @@ class PoolView:
             "dtype": one and one.dtype,
             "token_budgets": list(one.token_budgets) if one else None,
             "t_capture": one and one.t_capture,
-            "max_batch_size": one and one.max_batch_size,
+            "max_batch_size": one and one.limits.max_items,
             "replicas": self.running,
             "state": self.state,
             "faults": [r.fault for r in self.replicas if r.fault],
             "hits": sum(r.hits for r in self.replicas),
             "misses": sum(r.misses for r in self.replicas),
+            "busy_s": sum(r.busy_s for r in self.replicas),
             "padding_ratio": sum(r.budget_tokens for r in self.replicas) / used if used else None,
             "queue": {name: sum(getattr(r.queue, name) for r in self.replicas) for name in queue_fields},
         }
@@ -80,31 +82,19 @@ class Pools:
 
     def __init__(self, handles: Mapping[PoolName, DeploymentHandle]) -> None:
         self._handles = handles
-        self._largest_budget: dict[str, int] = {}
+        self._dispatchers: dict[PoolName, Dispatcher] = {}
+        self._known_limits: dict[PoolName, PackLimits] = {}
 
-    async def encode(self, pool: PoolName, items: list[EncodeItem]) -> list[EncodeResult]:
-        """The results of `items`, in order, from one call. Asked once more if the replica dies or is broken.
-
-        Raises:
-            FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
-        """
-        results = await self._call(pool, "encode", items)
-        if any(result.error == "fault" for result in results):
-            results = await self._call(pool, "encode", items)
-        for result in results:
-            if result.error == "fault":
-                raise FovealError("unavailable", "the replica is broken and is being replaced", None, 5)
-            if result.error is not None:
-                message = "the item could not be encoded" if result.error == "internal" else result.message
-                raise FovealError(result.error, message, None, RETRY_AFTER_S.get(result.error))
-        return results
+    async def encode(self, pool: PoolName, item: EncodeItem) -> EncodeResult:
+        """As `Dispatcher.encode` of the pool."""
+        if pool not in self._dispatchers:
+            dispatcher = Dispatcher(pool, self._handles[pool], await self._limits(pool))
+            self._dispatchers.setdefault(pool, dispatcher)
+        return await self._dispatchers[pool].encode(item)
 
     async def largest_budget(self, modality: Literal["image", "video"]) -> int:
-        """Tokens of the largest graph of the modality's pool, asked of the pool once: it depends on its device."""
-        if modality not in self._largest_budget:
-            state: ReplicaState = await self._call(modality, "state")
-            self._largest_budget[modality] = state.token_budgets[-1]
-        return self._largest_budget[modality]
+        """Tokens of the largest graph of the modality's pool."""
+        return (await self._limits(modality)).max_tokens
 
     async def views(self) -> list[PoolView]:
         """Every pool. One without a running replica is not asked, so it is neither waited for nor woken."""
@@ -116,22 +106,24 @@ class Pools:
 
         return list(await asyncio.gather(*(view(name, handle) for name, handle in self._handles.items())))
 
-    async def _call(self, pool: PoolName, method: str, *args: Any) -> Any:
-        for last_try in (False, True):
-            response = self._handles[pool].options(method_name=method).remote(*args)
-            try:
-                return await response
-            except RayActorError:
-                if last_try:
-                    raise FovealError("unavailable", f"two replicas of the {pool} pool died", None, 5) from None
-            except BackPressureError:
-                raise FovealError("overloaded", f"the {pool} pool is full", None, 1) from None
-            except (DeploymentUnavailableError, ReplicaUnavailableError):
-                raise FovealError("unavailable", f"the {pool} pool has no healthy replica", None, 5) from None
-            except asyncio.CancelledError:
-                response.cancel()
-                raise
-        raise AssertionError("unreachable")
+    async def _limits(self, pool: PoolName) -> PackLimits:
+        """What one batch of the pool takes, asked of it once: it depends on its device."""
+        if pool not in self._known_limits:
+            handle = self._handles[pool].options(method_name="state")
+            for last_try in (False, True):
+                try:
+                    state: ReplicaState = await handle.remote()
+                    self._known_limits[pool] = state.limits
+                    break
+                except RayActorError:
+                    if last_try:
+                        raise FovealError("unavailable", f"two replicas of the {pool} pool died", None, 5) from None
+                except BackPressureError:
+                    raise FovealError("overloaded", f"the {pool} pool is full", None, 1) from None
+                except (DeploymentUnavailableError, ReplicaUnavailableError):
+                    message = f"the {pool} pool has no healthy replica"
+                    raise FovealError("unavailable", message, None, 5) from None
+        return self._known_limits[pool]
 
     async def _states(self, handle: DeploymentHandle) -> list[ReplicaState]:
         try:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments.autoscaling import replicas_for
-from deployments.batcher import Size, count_that_fit
+from deployments.batcher import count_that_fit
+from deployments.protocol import Size
 from deployments.work import predicted_work
 from encoder.budgets import CostTable, PackLimits
 

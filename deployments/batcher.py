@@ -11,27 +11,18 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
 from deployments.metrics import ReplicaMetrics
-from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState
+from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState, Refusal, Size
 from encoder.budgets import PackLimits
 from encoder.runner import EncodeOutput, EncodeRequest
 
 logger = logging.getLogger("foveal")
-
-
-@dataclass(frozen=True)
-class Size:
-    """What one item takes of a batch's room: tokens, and segments (temporal patches)."""
-
-    modality: Literal["image", "video"]
-    tokens: int
-    segments: int
 
 
 def count_that_fit(waiting: Iterable[Size], limits: PackLimits) -> int:
@@ -53,7 +44,12 @@ def count_that_fit(waiting: Iterable[Size], limits: PackLimits) -> int:
 
 
 class Pending(Protocol):
+    """busy_seconds: seconds that the device worked on the batch; read after `result`."""
+
     def result(self) -> Sequence[EncodeOutput | Exception]: ...
+
+    @property
+    def busy_seconds(self) -> float: ...
 
 
 class Runner(Protocol):
@@ -74,6 +70,7 @@ class _Ticket:
     size: Size
     future: Future[EncodeResult] = field(default_factory=Future)
     queued_at: float = field(default_factory=time.perf_counter)
+    dropped: bool = False
 
     @property
     def expired(self) -> bool:
@@ -100,8 +97,10 @@ class Batcher:
         self._slots = threading.BoundedSemaphore(runner.max_in_flight)
         self._running: SimpleQueue[tuple[list[_Ticket], Pending, float] | None] = SimpleQueue()
         self._closed = False
+        self._tokens = self._bytes = 0  # of what waits
         self._cancelled = self._expired = self._rejected = 0
         self.fault: str | None = None
+        self.busy_s = 0.0
         self._threads = [
             threading.Thread(target=target, name=f"{pool}-{target.__name__.strip('_')}", daemon=True)
             for target in (self._work, self._collect)
@@ -109,30 +108,46 @@ class Batcher:
         for thread in self._threads:
             thread.start()
 
-    def put(self, item: EncodeItem, size: Size) -> Future[EncodeResult]:
+    def put(self, item: EncodeItem) -> Future[EncodeResult]:
         """Queues one item. Cancelling the future while it waits removes it before it costs device time."""
-        ticket = _Ticket(item, size)
+        ticket = _Ticket(item, item.size)
         with self._changed:
-            self._sweep()
-            waiting_bytes = sum(t.item.frames.nbytes for t in self._queue)
+            if not self._has_room(item):
+                self._sweep()
             if self.fault is not None or self._closed:
                 self._refuse(ticket, "fault", self.fault or "the replica is shutting down")
-            elif len(self._queue) >= self._max_items or waiting_bytes + item.frames.nbytes > self._max_bytes:
+            elif not self._has_room(item):
                 self._rejected += 1
                 self._refuse(ticket, "overloaded", "the queue of the replica is full")
             else:
                 self._queue.append(ticket)
+                self._count(ticket, 1)
                 self._tell_waiting()
                 self._changed.notify()
         return ticket.future
+
+    def _has_room(self, item: EncodeItem) -> bool:
+        return len(self._queue) < self._max_items and self._bytes + item.frames.nbytes <= self._max_bytes
+
+    def _count(self, ticket: _Ticket, sign: Literal[1, -1]) -> None:
+        self._tokens += sign * ticket.size.tokens
+        self._bytes += sign * ticket.item.frames.nbytes
+
+    def drop(self, ids: Collection[str]) -> None:
+        """Forgets those of the items that wait here; their result is the error `cancelled`."""
+        with self._changed:
+            for ticket in self._queue:
+                if ticket.item.id in ids:
+                    ticket.dropped = True
+            self._sweep()
 
     def state(self) -> QueueState:
         with self._changed:
             self._sweep()
             return QueueState(
                 items=len(self._queue),
-                tokens=sum(t.size.tokens for t in self._queue),
-                bytes=sum(t.item.frames.nbytes for t in self._queue),
+                tokens=self._tokens,
+                bytes=self._bytes,
                 cancelled=self._cancelled,
                 expired=self._expired,
                 rejected=self._rejected,
@@ -176,12 +191,13 @@ class Batcher:
             else:
                 encode_s = time.perf_counter() - started
                 results = [
-                    self._answer(ticket, output, started - ticket.queued_at, encode_s)
+                    self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s)
                     for ticket, output in zip(batch, outputs, strict=True)
                 ]
                 for ticket, result in zip(batch, results, strict=True):
                     ticket.future.set_result(result)
-                self._metrics.batch([ticket.size.tokens for ticket in batch], results, encode_s)
+                self.busy_s += pending.busy_seconds
+                self._metrics.batch([ticket.size.tokens for ticket in batch], results, encode_s, pending.busy_seconds)
             finally:
                 self._slots.release()
 
@@ -193,6 +209,8 @@ class Batcher:
                 batch = [
                     self._queue.popleft() for _ in range(count_that_fit((t.size for t in self._queue), self._limits))
                 ]
+                for ticket in batch:
+                    self._count(ticket, -1)
                 batch = [t for t in batch if self._claim(t)]
                 if batch:
                     self._tell_waiting()
@@ -214,17 +232,22 @@ class Batcher:
         for ticket in self._queue:
             if ticket.future.cancelled():
                 self._count_cancelled()
+            elif ticket.dropped:
+                self._cancelled += 1
+                self._refuse(ticket, "cancelled", "nobody waits for the item")
             elif ticket.expired:
                 self._expired += 1
                 self._refuse(ticket, "deadline", "the deadline passed while the item was queued")
             else:
                 alive.append(ticket)
+                continue
+            self._count(ticket, -1)
         if len(alive) < len(self._queue):
             self._queue = deque(alive)
             self._tell_waiting()
 
     def _tell_waiting(self) -> None:
-        self._metrics.waiting(len(self._queue), sum(t.size.tokens for t in self._queue))
+        self._metrics.waiting(len(self._queue), self._tokens)
 
     def _count_cancelled(self) -> None:
         self._cancelled += 1
@@ -244,13 +267,14 @@ class Batcher:
         for ticket in self._queue:
             self._refuse(ticket, "fault", message)
         self._queue.clear()
+        self._tokens = self._bytes = 0
         self._tell_waiting()
 
-    def _refuse(self, ticket: _Ticket, error: Literal["overloaded", "deadline", "fault"], message: str) -> None:
+    def _refuse(self, ticket: _Ticket, error: Refusal, message: str) -> None:
         if ticket.future.set_running_or_notify_cancel():
             ticket.future.set_result(self._error(error, message))
 
-    def _error(self, error: Literal["overloaded", "deadline", "internal", "fault"], message: str) -> EncodeResult:
+    def _error(self, error: Refusal, message: str) -> EncodeResult:
         self._metrics.dropped(error)
         return EncodeResult(None, self._runner.dtype, self._pool, error=error, message=message)
 

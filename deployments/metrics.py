@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ray.serve import metrics
 
-from deployments.protocol import EncodeResult, PoolName
+from deployments.protocol import EncodeResult, PoolName, Refusal
 
 # Seconds, from a replay of one small image to the default deadline.
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -95,11 +95,16 @@ USED_TOKENS = Metric("foveal_graph_used_tokens", "counter", ("pool",), "tokens o
 QUEUE_ITEMS = Metric("foveal_queue_items", "gauge", ("pool",), "items that wait in a replica")
 QUEUE_TOKENS = Metric("foveal_queue_tokens", "gauge", ("pool",), "tokens of the items that wait in a replica")
 QUEUE_SECONDS = Metric(
-    "foveal_queue_seconds", "histogram", ("pool",), "an item: from its arrival in the batcher to its batch", BUCKETS_S
+    "foveal_queue_seconds",
+    "histogram",
+    ("pool",),
+    "an item: from its frames to its batch, in ingress and batcher",
+    BUCKETS_S,
 )
 ENCODE_SECONDS = Metric(
     "foveal_encode_seconds", "histogram", ("pool",), "a batch: from its start to its embeddings on the host", BUCKETS_S
 )
+BUSY_SECONDS = Metric("foveal_busy_seconds", "counter", ("pool",), "seconds that the device worked on batches")
 REPLICA_METRICS = (
     ITEMS,
     DROPPED,
@@ -111,6 +116,7 @@ REPLICA_METRICS = (
     QUEUE_TOKENS,
     QUEUE_SECONDS,
     ENCODE_SECONDS,
+    BUSY_SECONDS,
 )
 
 
@@ -126,7 +132,7 @@ class ReplicaMetrics:
         self._pool, self._budgets, self._stats = pool, token_budgets, stats
         self._recorded = {"budget_tokens": 0, "used_tokens": 0}
 
-    def batch(self, tokens: Sequence[int], results: Sequence[EncodeResult], encode_s: float) -> None:
+    def batch(self, tokens: Sequence[int], results: Sequence[EncodeResult], encode_s: float, busy_s: float) -> None:
         """One batch is done. tokens: of each item. Called from one thread only."""
         items: Counter[tuple[str, str]] = Counter()
         hits: Counter[str] = Counter()
@@ -150,8 +156,9 @@ class ReplicaMetrics:
             metric.record(stats[name] - self._recorded[name], self._pool)
             self._recorded[name] = stats[name]
         ENCODE_SECONDS.record(encode_s, self._pool)
+        BUSY_SECONDS.record(busy_s, self._pool)
 
-    def dropped(self, cause: Literal["cancelled", "overloaded", "deadline", "internal", "fault"]) -> None:
+    def dropped(self, cause: Refusal) -> None:
         DROPPED.record(1, self._pool, cause)
 
     def waiting(self, items: int, tokens: int) -> None:

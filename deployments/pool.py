@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
-from deployments.batcher import Batcher, Size
+from deployments.batcher import Batcher
 from deployments.metrics import ReplicaMetrics
-from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
+from deployments.protocol import EncodeCall, EncodeReply, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
 from encoder.budgets import PackLimits, default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
@@ -40,10 +41,11 @@ class PoolReplica:
         token_budgets: Mapping[str, Sequence[int]],
     ) -> None:
         folder = resolve_checkpoint(settings.model)
-        self._config = ProcessorConfig.from_checkpoint(folder)
+        processor = ProcessorConfig.from_checkpoint(folder)
         self._token_budgets = tuple(budget for budgets in token_budgets.values() for budget in budgets)
         self._t_capture = own.t_capture if isinstance(own, VideoSettings) else None
-        self._max_batch_size = own.max_batch_size
+        self._limits = limits
+        self._id = uuid4().hex
         self._runner = EncoderRunner.from_checkpoint(
             folder,
             device=settings.device,
@@ -51,8 +53,8 @@ class PoolReplica:
             token_budgets=token_budgets,
             max_batch_size=own.max_batch_size,
             t_capture=settings.video.t_capture,
-            image_mean=self._config.image_mean,
-            image_std=self._config.image_std,
+            image_mean=processor.image_mean,
+            image_std=processor.image_std,
         )
         self._work = WorkMeter(cost_table(self._runner), limits)
         self._batcher = Batcher(
@@ -64,14 +66,19 @@ class PoolReplica:
             max_queued_bytes=own.max_queued_bytes,
         )
 
-    async def encode(self, items: list[EncodeItem]) -> list[EncodeResult]:
-        """The items' results, in order. Cancelling the call drops those that still wait."""
+    async def encode(self, call: EncodeCall) -> EncodeReply:
+        """The items' results. Cancelling the call drops those that still wait."""
+        self._work.note_behind(call.ingress, call.tokens_behind)
         futures = []
-        for item in items:
-            size = self._size(item)
-            futures.append(self._batcher.put(item, size))
-            self._work.add(size, futures[-1])
-        return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))
+        for item in call.items:
+            futures.append(self._batcher.put(item))
+            self._work.add(item.size, futures[-1])
+        results = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        return EncodeReply(self._id, results)
+
+    async def drop(self, ids: Collection[str]) -> None:
+        """Forgets those of the items that wait here: nobody waits for them any more."""
+        self._batcher.drop(ids)
 
     async def state(self) -> ReplicaState:
         stats = self._runner.stats()
@@ -82,7 +89,8 @@ class PoolReplica:
             dtype=self._runner.dtype,
             token_budgets=self._token_budgets,
             t_capture=self._t_capture,
-            max_batch_size=self._max_batch_size,
+            limits=self._limits,
+            busy_s=self._batcher.busy_s,
             hits=stats["hits"],
             misses=stats["misses"],
             budget_tokens=stats["budget_tokens"],
@@ -99,11 +107,6 @@ class PoolReplica:
         """Raises once a batch has failed as a whole, for ever: Serve then replaces the replica."""
         if self._batcher.fault is not None:
             raise RuntimeError(self._batcher.fault)
-
-    def _size(self, item: EncodeItem) -> Size:
-        frames, _, height, width = item.frames.shape
-        grid = self._config.grid_thw(frames, height, width)
-        return Size(item.modality, self._config.num_tokens(grid), grid[0])
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+from uuid import uuid4
 
 import numpy as np
 
+from encoder.budgets import PackLimits
+from encoder.preprocess import frames_grid
+
 PoolName = Literal["image", "video", "eager"]
+Refusal = Literal["overloaded", "deadline", "cancelled", "internal", "fault"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one item takes of a batch's room: tokens, and segments (temporal patches)."""
+
+    modality: Literal["image", "video"]
+    tokens: int
+    segments: int
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,8 @@ class EncodeItem:
     frames: uint8 [T, 3, H, W], sides multiples of 32; T = 1 for an image.
     reason: why the router chose the eager pool; None for a graph pool.
     deadline: `time.time()` after which nobody waits for the answer; the item is then dropped, not encoded.
+    waited_s: seconds that it waited in the ingress to be sent.
+    id: by which it can be dropped while it waits.
     """
 
     modality: Literal["image", "video"]
@@ -25,6 +41,33 @@ class EncodeItem:
     pooling: Literal["none", "mean"] = "none"
     reason: str | None = None
     deadline: float | None = None
+    waited_s: float = 0.0
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+    @property
+    def size(self) -> Size:
+        t, h, w = frames_grid(self.frames.shape)
+        return Size(self.modality, t * h * w // 4, t)
+
+
+@dataclass(frozen=True)
+class EncodeCall:
+    """The items of one handle call, of any requests, at most what one batch takes.
+
+    ingress: the replica that sends. tokens_behind: those that wait there for a call, this replica's share of them.
+    """
+
+    ingress: str
+    items: list[EncodeItem]
+    tokens_behind: int = 0
+
+
+@dataclass(frozen=True)
+class EncodeReply:
+    """The items' results, in order, and which replica gave them."""
+
+    replica: str
+    results: list[EncodeResult]
 
 
 @dataclass(frozen=True)
@@ -34,9 +77,10 @@ class EncodeResult:
     embeddings: [tokens, width] ([1, width] if pooled, [.., out_hidden_size] if main_only), float32, float16, or
         uint16 holding bfloat16 bits; None on error.
     dtype: the compute dtype's name: "float32", "bfloat16" or "float16".
-    queue_s, encode_s: seconds waited in the batcher; seconds from batch start to the embeddings on the host.
-    error: "overloaded" (queue full), "deadline" (passed while it waited), "internal" (this item cannot be encoded),
-        "fault" (the replica is broken and about to be replaced; another may be asked), or None.
+    queue_s, encode_s: seconds waited in ingress and batcher; seconds from batch start to the embeddings on the host.
+    error: "overloaded" (queue full), "deadline" (passed while it waited), "cancelled" (dropped while it waited),
+        "internal" (this item cannot be encoded), "fault" (the replica is broken and about to be replaced; another may
+        be asked), or None.
     """
 
     embeddings: np.ndarray | None
@@ -47,7 +91,7 @@ class EncodeResult:
     budget: int | None = None
     queue_s: float = 0.0
     encode_s: float = 0.0
-    error: Literal["overloaded", "deadline", "internal", "fault"] | None = None
+    error: Refusal | None = None
     message: str = ""
 
 
@@ -69,6 +113,8 @@ class ReplicaState:
 
     token_budgets: the captured budgets, ascending; empty in the eager pool.
     t_capture: temporal patches a video may have in a graph; None outside the video pool.
+    limits: what one batch takes.
+    busy_s: seconds that the device has worked on batches.
     fault: why the replica must be replaced; None while it is well.
     """
 
@@ -78,7 +124,8 @@ class ReplicaState:
     dtype: str
     token_budgets: tuple[int, ...]
     t_capture: int | None
-    max_batch_size: int
+    limits: PackLimits
+    busy_s: float = 0.0
     hits: int = 0
     misses: int = 0
     budget_tokens: int = 0

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
 
 from deployments.autoscaling import BUSY, QUEUED_WORK
-from deployments.batcher import Size
-from deployments.protocol import EncodeResult
+from deployments.protocol import EncodeResult, Size
 from encoder.budgets import CostTable, PackLimits, pack_greedily, plan_batches
 from encoder.defs import EncoderItemSpec
 from encoder.preprocess import frames_grid
 from encoder.runner import EncoderRunner
 
+_BEHIND_S = 5.0  # an ingress that has not called for so long has nothing waiting
 _EAGER_T = (1, 8, 32)  # temporal patches of the 448x448 videos that are timed
 
 
@@ -41,20 +42,31 @@ def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: PackLimits) 
 
 
 class WorkMeter:
-    """What is unfinished in one replica. `add` and `report` may be called from any thread."""
+    """What is unfinished in one replica, and what waits for it in the ingress. Safe to call from any thread."""
 
     def __init__(self, costs: CostTable, limits: PackLimits) -> None:
         self._costs, self._limits = costs, limits
         self._unfinished: dict[Future[EncodeResult], Size] = {}
+        self._behind: dict[str, tuple[float, int]] = {}
 
     def add(self, size: Size, future: Future[EncodeResult]) -> None:
         """Counts an item until its future is done, whatever way that comes."""
         self._unfinished[future] = size
         future.add_done_callback(self._unfinished.pop)
 
+    def note_behind(self, ingress: str, tokens: int) -> None:
+        """What waits in an ingress replica beyond the call that it just made; the next call tells anew."""
+        self._behind[ingress] = (time.monotonic(), tokens)
+
     def report(self) -> dict[str, float]:
         """For Serve's `record_autoscaling_stats`; `busy` is 0 or 1, its mean over time the utilisation."""
         sizes = list(self._unfinished.values())
+        fresh = time.monotonic() - _BEHIND_S
+        self._behind = {ingress: noted for ingress, noted in list(self._behind.items()) if noted[0] > fresh}
+        behind = sum(tokens for _, tokens in self._behind.values())
+        if behind:
+            room = self._limits.max_tokens
+            sizes += [Size("image", min(room, behind - start), 1) for start in range(0, behind, room)]
         return {QUEUED_WORK: predicted_work(sizes, self._costs, self._limits), BUSY: float(bool(sizes))}
 
 

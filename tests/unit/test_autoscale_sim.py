@@ -18,7 +18,7 @@ from benchmarks.autoscale_sim import (
     simulate,
     traces,
 )
-from deployments.batcher import Size
+from deployments.protocol import Size
 from encoder.budgets import CostTable, PackLimits
 
 ONE = Size("image", 64, 1)

@@ -108,10 +108,11 @@ def test_what_a_batch_records(recorded: Recorded) -> None:
             EncodeResult(None, "float32", "image", error="internal"),
         ],
         0.125,
+        0.0625,
     )
     stats.update(budget_tokens=256, used_tokens=200)
-    metrics.batch([50], [result(64, queue_s=1.0)], 0.0625)
-    metrics.batch([65], [result(None, "cheaper_eager")], 0.25)
+    metrics.batch([50], [result(64, queue_s=1.0)], 0.0625, 0.03125)
+    metrics.batch([65], [result(None, "cheaper_eager")], 0.25, 0.125)
     assert recorded == {
         "foveal_items": {
             ("image", "graph", "none"): [3, 1],
@@ -123,6 +124,7 @@ def test_what_a_batch_records(recorded: Recorded) -> None:
         "foveal_graph_budget_tokens": {("image",): [192, 64]},
         "foveal_graph_used_tokens": {("image",): [150, 50]},
         "foveal_queue_seconds": {("image",): [0.5, 0.25, 0.0, 0.0, 0.0, 1.0, 0.0]},
+        "foveal_busy_seconds": {("image",): [0.0625, 0.03125, 0.125]},
         "foveal_encode_seconds": {("image",): [0.125, 0.0625, 0.25]},
     }
 

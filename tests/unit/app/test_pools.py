@@ -18,7 +18,8 @@ from ray.serve.schema import DeploymentStatusOverview
 
 from app.errors import FovealError
 from app.pools import Pools, PoolView
-from deployments.protocol import EncodeItem, EncodeResult, QueueState, ReplicaState
+from deployments.protocol import EncodeItem, EncodeReply, EncodeResult, QueueState, ReplicaState
+from encoder.budgets import PackLimits
 
 ITEM = EncodeItem("image", np.zeros((1, 3, 32, 32), np.uint8))
 GOOD = EncodeResult(np.zeros((1, 1), np.float32), "float32", "image", "graph")
@@ -60,59 +61,6 @@ def pools(handle: Handle) -> Pools:
     return Pools({"image": cast(DeploymentHandle, handle)})
 
 
-def encode(handle: Handle) -> list[EncodeResult]:
-    return asyncio.run(pools(handle).encode("image", [ITEM]))
-
-
-def test_an_answer() -> None:
-    handle = Handle([[GOOD]])
-    assert encode(handle) == [GOOD]
-    assert handle.calls == [("encode", ([ITEM],))]
-
-
-@pytest.mark.parametrize(
-    "first", [RayActorError(), [replace(GOOD, embeddings=None, error="fault")]], ids=["dead", "broken"]
-)
-def test_a_dead_or_broken_replica_is_asked_once_more(first: Any) -> None:
-    handle = Handle([first, [GOOD]])
-    assert encode(handle) == [GOOD]
-    assert len(handle.calls) == 2
-
-
-@pytest.mark.parametrize(
-    ("answers", "code", "retry_after"),
-    [
-        ([RayActorError(), RayActorError()], "unavailable", True),
-        ([[replace(GOOD, error="fault")], [replace(GOOD, error="fault")]], "unavailable", True),
-        ([[replace(GOOD, error="overloaded", message="full")]], "overloaded", True),
-        ([BackPressureError(num_queued_requests=9, max_queued_requests=8)], "overloaded", True),
-        ([DeploymentUnavailableError(DeploymentID("ImageGraph"))], "unavailable", True),
-        ([[replace(GOOD, error="deadline")]], "deadline", False),
-        ([[replace(GOOD, error="internal", message="ValueError: secret")]], "internal", False),
-    ],
-)
-def test_failures(answers: list[Any], code: str, retry_after: bool) -> None:
-    with pytest.raises(FovealError) as caught:
-        encode(Handle(answers))
-    assert caught.value.code == code
-    assert (caught.value.retry_after_s is not None) == retry_after
-    assert "secret" not in caught.value.message
-
-
-def test_a_cancelled_request_cancels_its_call() -> None:
-    handle = Handle([None])
-
-    async def run() -> None:
-        task = asyncio.create_task(pools(handle).encode("image", [ITEM]))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
-    assert handle.cancelled
-
-
 REPLICA = ReplicaState(
     backend="cpu-static",
     attention="sdpa",
@@ -120,7 +68,7 @@ REPLICA = ReplicaState(
     dtype="float32",
     token_budgets=(64, 128),
     t_capture=None,
-    max_batch_size=8,
+    limits=PackLimits(128, 8, 8),
     hits=3,
     misses=1,
     budget_tokens=256,
@@ -129,15 +77,31 @@ REPLICA = ReplicaState(
 )
 
 
-def test_the_largest_budget_is_asked_once() -> None:
-    handle = Handle([REPLICA])
+def test_what_a_batch_takes_is_asked_once() -> None:
+    handle = Handle([RayActorError(), REPLICA, EncodeReply("r", [GOOD]), EncodeReply("r", [GOOD])])
 
-    async def run() -> list[int]:
+    async def run() -> None:
         asked = pools(handle)
-        return [await asked.largest_budget("image") for _ in range(3)]
+        assert [await asked.largest_budget("image") for _ in range(3)] == [128, 128, 128]
+        assert [await asked.encode("image", ITEM) for _ in range(2)] == [GOOD, GOOD]
 
-    assert asyncio.run(run()) == [128, 128, 128]
-    assert handle.calls == [("state", ())]
+    asyncio.run(run())
+    assert [method for method, _ in handle.calls] == ["state", "state", "encode", "encode"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "code"),
+    [
+        ([RayActorError(), RayActorError()], "unavailable"),
+        ([BackPressureError(num_queued_requests=9, max_queued_requests=8)], "overloaded"),
+        ([DeploymentUnavailableError(DeploymentID("ImageGraph"))], "unavailable"),
+    ],
+)
+def test_a_pool_that_cannot_be_asked(answers: list[Any], code: str) -> None:
+    with pytest.raises(FovealError) as caught:
+        asyncio.run(pools(Handle(answers)).largest_budget("image"))
+    assert caught.value.code == code
+    assert caught.value.retry_after_s is not None
 
 
 Status = Callable[..., DeploymentStatusOverview]

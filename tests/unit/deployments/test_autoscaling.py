@@ -18,8 +18,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
 
 from deployments.autoscaling import BUSY, QUEUED_WORK, QueuedWorkPolicy, replicas_for
-from deployments.batcher import Size
-from deployments.protocol import EncodeResult
+from deployments.protocol import EncodeResult, Size
 from deployments.work import WorkMeter, cost_table, predicted_work
 from encoder.budgets import CostTable, PackLimits
 
@@ -198,13 +197,26 @@ def test_the_meter_counts_an_item_until_it_is_done() -> None:
     assert meter.report() == {QUEUED_WORK: 0.0, BUSY: 0.0}
 
 
+def test_the_meter_adds_what_waits_in_the_ingress_while_the_news_is_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("deployments.work.time.monotonic", lambda: now)
+    meter = WorkMeter(COSTS, PackLimits(max_tokens=1024, max_items=8, max_seqs=8))
+    meter.note_behind("a", 1500)
+    meter.note_behind("b", 548)
+    assert meter.report()[QUEUED_WORK] == 16.0  # 2048 tokens, as two batches of 1024
+    meter.note_behind("a", 0)
+    assert meter.report()[QUEUED_WORK] == predicted_work([Size("image", 548, 1)], COSTS, LIMITS)
+    now += 6
+    assert meter.report() == {QUEUED_WORK: 0.0, BUSY: 0.0}
+
+
 def test_replicas_report_their_queue() -> None:
     import numpy as np
 
     from configs.settings import EagerSettings, GraphSettings, Settings
     from deployments.eager import EagerReplica
     from deployments.image_graph import ImageReplica
-    from deployments.protocol import EncodeItem
+    from deployments.protocol import EncodeCall, EncodeItem
 
     settings = Settings(
         device="cpu", image=GraphSettings(token_budgets=(16,), max_batch_size=1), eager=EagerSettings(max_batch_size=1)
@@ -213,7 +225,7 @@ def test_replicas_report_their_queue() -> None:
 
     async def run(replica: Any) -> list[float]:
         before = (await replica.record_autoscaling_stats())[QUEUED_WORK]
-        task = asyncio.create_task(replica.encode(items))
+        task = asyncio.create_task(replica.encode(EncodeCall("ingress", items)))
         await asyncio.sleep(0)
         queued = (await replica.record_autoscaling_stats())[QUEUED_WORK]
         await task

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.batcher import Batcher, Size, count_that_fit
+from deployments.batcher import Batcher, count_that_fit
 from deployments.metrics import ReplicaMetrics
-from deployments.protocol import EncodeItem, EncodeResult
+from deployments.protocol import EncodeItem, EncodeResult, Size
 from encoder.budgets import PackLimits
 from encoder.runner import EncodeOutput, EncodeRequest
 from tests.unit.conftest import Recorded
@@ -93,6 +93,8 @@ class HeldBatch:
     runner: HeldRunner
     requests: Sequence[EncodeRequest]
 
+    busy_seconds: float = 0.25
+
     def result(self) -> list[EncodeOutput | Exception]:
         assert self.runner.gate.acquire(timeout=10)
         if self.runner.failure is not None:
@@ -109,8 +111,8 @@ def value(frames: np.ndarray) -> int:
     return int(frames.flat[0])
 
 
-def item(number: int, deadline: float | None = None, reason: str | None = None) -> EncodeItem:
-    return EncodeItem("image", np.full((1, 3, 32, 32), number, np.uint8), deadline=deadline, reason=reason)
+def item(number: int, tokens: int = 1, deadline: float | None = None, reason: str | None = None) -> EncodeItem:
+    return EncodeItem("image", np.full((1, 3, 32, 32 * tokens), number, np.uint8), deadline=deadline, reason=reason)
 
 
 BYTES = item(0).frames.nbytes
@@ -148,7 +150,7 @@ def make(runner: HeldRunner) -> Iterator[Make]:
 
 
 def put(batcher: Batcher, number: int, tokens: int = 1, deadline: float | None = None) -> Future[EncodeResult]:
-    return batcher.put(item(number, deadline), Size("image", tokens, 1))
+    return batcher.put(item(number, tokens, deadline))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -305,7 +307,7 @@ def test_metrics_tell_what_was_encoded_what_was_dropped_and_what_waits(
 
 def test_the_routers_reason_is_told(make: Make, runner: HeldRunner) -> None:
     runner.gate.release(100)
-    future = make().put(replace(item(1), reason="t_over_capture"), Size("image", 1, 1))
+    future = make().put(replace(item(1), reason="t_over_capture", waited_s=7.0))
     assert future.result(10).reason == "t_over_capture"
 
 

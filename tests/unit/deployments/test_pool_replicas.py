@@ -13,7 +13,7 @@ from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettin
 from deployments.eager import EagerReplica
 from deployments.image_graph import ImageReplica
 from deployments.pool import PoolReplica, graph_budgets
-from deployments.protocol import EncodeItem, EncodeResult
+from deployments.protocol import EncodeCall, EncodeItem, EncodeResult
 from deployments.video_graph import VideoReplica
 
 SETTINGS = Settings(
@@ -45,7 +45,7 @@ def make() -> Iterator[Make]:
 
 
 def encode(replica: PoolReplica, *items: EncodeItem) -> list[EncodeResult]:
-    return asyncio.run(replica.encode(list(items)))
+    return asyncio.run(replica.encode(EncodeCall("ingress", list(items)))).results
 
 
 IMAGES = [EncodeItem("image", frames(1, 64, 64, seed)) for seed in range(5)]
@@ -66,7 +66,7 @@ def test_the_image_and_eager_pools_agree(make: Make) -> None:
         (4, 16),
         None,
     )
-    assert (state.max_batch_size, state.hits, state.misses, state.used_tokens) == (2, 5, 0, 20)
+    assert (state.limits.max_items, state.hits, state.misses, state.used_tokens) == (2, 5, 0, 20)
     state = asyncio.run(eager.state())
     assert (state.token_budgets, state.hits, state.misses, state.fault) == ((), 0, 5, None)
 
@@ -106,8 +106,10 @@ def test_a_failed_batch_makes_the_replica_unhealthy(make: Make, monkeypatch: pyt
 def test_cancelling_a_call_drops_what_waits(make: Make) -> None:
     replica = make(EagerReplica, Settings(device="cpu", eager=EagerSettings(max_batch_size=1)))
 
+    items = [EncodeItem("image", frames(1, 512, 512, i)) for i in range(40)]
+
     async def run() -> None:
-        task = asyncio.create_task(replica.encode([EncodeItem("image", frames(1, 512, 512, i)) for i in range(40)]))
+        task = asyncio.create_task(replica.encode(EncodeCall("ingress", items)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()
@@ -118,6 +120,25 @@ def test_cancelling_a_call_drops_what_waits(make: Make) -> None:
         assert state.queue.cancelled > 30
 
     asyncio.run(run())
+
+
+def test_dropped_items_leave_their_call_and_cost_nothing(make: Make) -> None:
+    replica = make(EagerReplica, Settings(device="cpu", eager=EagerSettings(max_batch_size=1)))
+    items = [EncodeItem("image", frames(1, 512, 512, i)) for i in range(12)]
+
+    async def run() -> list[EncodeResult]:
+        task = asyncio.create_task(replica.encode(EncodeCall("ingress", items)))
+        await asyncio.sleep(0)
+        await replica.drop({item.id for item in items[4:]} | {"of another pool"})
+        return (await task).results
+
+    results = asyncio.run(run())
+    assert [r.error for r in results] == [None] * 4 + ["cancelled"] * 8
+    state = asyncio.run(replica.state())
+    assert (state.misses, state.queue.cancelled, state.queue.items, state.queue.tokens, state.queue.bytes) == (
+        4, 8, 0, 0, 0
+    )  # fmt: skip
+    assert state.busy_s > 0
 
 
 def test_generated_budgets_depend_on_the_device() -> None:

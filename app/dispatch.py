@@ -1,0 +1,203 @@
+"""Groups the items bound for one pool into handle calls: a call costs milliseconds, whatever it carries.
+
+    encode() -> waiting, oldest first -> a call, at most one batch of the pool -> a replica -> each item's future
+
+No timer: on an idle pool an item leaves at once. What arrives while enough calls are under way to keep the replicas
+supplied waits here, where it can still be joined, and leaves as one call when one of them returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+from uuid import uuid4
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from app.errors import CODES, FovealError
+from deployments.batcher import count_that_fit
+from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, PoolName
+from encoder.budgets import PackLimits
+
+logger = logging.getLogger("foveal")
+
+# Calls to one replica under way from here. One runs and one waits for it to end; more only help if they are full.
+PARTIAL_CALLS = 2
+FULL_CALLS = 4
+# A replica that has not answered for so long may be gone.
+REPLICA_SEEN_S = 30.0
+DROP_TIMEOUT_S = 2.0
+_REFUSED = {"overloaded": 1, "deadline": None, "internal": None}  # what a replica says of an item: Retry-After
+
+
+def calls_allowed(full: bool, replicas: int) -> int:
+    """Calls that may be under way so that another one, full or not, may leave."""
+    return (FULL_CALLS if full else PARTIAL_CALLS) * max(replicas, 1)
+
+
+@dataclass(eq=False)
+class _Ticket:
+    item: EncodeItem
+    future: asyncio.Future[EncodeResult]
+    arrived: float = field(default_factory=time.perf_counter)
+    call: _Call | None = None
+    retried: bool = False
+
+
+@dataclass(eq=False)
+class _Call:
+    wanted: set[_Ticket]
+    response: DeploymentResponse[EncodeReply]
+
+
+class Dispatcher:
+    """The way to one pool. Belongs to one event loop.
+
+    Args:
+        limits: what one batch of the pool takes, so what one call may carry.
+    """
+
+    def __init__(self, pool: PoolName, handle: DeploymentHandle, limits: PackLimits) -> None:
+        self._pool, self._handle, self._limits = pool, handle, limits
+        self._id = uuid4().hex
+        self._waiting: deque[_Ticket] = deque()
+        self._under_way = 0
+        self._seen: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pump_due = False
+        self._unwanted: list[str] = []
+
+    async def encode(self, item: EncodeItem) -> EncodeResult:
+        """The item's embeddings. Cancelling drops the item wherever it waits; a replica that dies or is broken costs
+        it one more call.
+
+        Raises:
+            FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
+        """
+        ticket = _Ticket(item, asyncio.get_running_loop().create_future())
+        self._waiting.append(ticket)
+        self._pump_soon()
+        try:
+            return await ticket.future
+        except asyncio.CancelledError:
+            self._forget(ticket)
+            raise
+
+    def _pump_soon(self) -> None:
+        # At the end of this round of the loop: all that becomes ready in it can share a call.
+        if not self._pump_due:
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_due = False
+        while self._waiting:
+            count = count_that_fit((ticket.item.size for ticket in self._waiting), self._limits)
+            full = count < len(self._waiting) or count == self._limits.max_items
+            if self._under_way >= calls_allowed(full, self._replicas()):
+                return
+            tickets = [self._waiting.popleft() for _ in range(count)]
+            self._under_way += 1
+            self._spawn(self._answer(tickets, self._send(tickets)))
+
+    def _send(self, tickets: Sequence[_Ticket]) -> DeploymentResponse[EncodeReply]:
+        now = time.perf_counter()
+        behind = sum(ticket.item.size.tokens for ticket in self._waiting) // max(self._replicas(), 1)
+        items = [replace(ticket.item, waited_s=now - ticket.arrived) for ticket in tickets]
+        response = cast(
+            DeploymentResponse[EncodeReply],
+            self._handle.options(method_name="encode").remote(EncodeCall(self._id, items, behind)),
+        )
+        call = _Call(set(tickets), response)
+        for ticket in tickets:
+            ticket.call = call
+        return response
+
+    async def _answer(self, tickets: Sequence[_Ticket], response: DeploymentResponse[EncodeReply]) -> None:
+        try:
+            reply = await response
+        except RayActorError:
+            self._retry(tickets, f"two replicas of the {self._pool} pool died")
+        except BackPressureError:
+            self._fail(tickets, FovealError("overloaded", f"the {self._pool} pool is full", None, 1))
+        except (DeploymentUnavailableError, ReplicaUnavailableError):
+            self._fail(tickets, FovealError("unavailable", f"the {self._pool} pool has no healthy replica", None, 5))
+        except asyncio.CancelledError:
+            self._fail(tickets, FovealError("unavailable", "the call was cancelled", None, 1))
+        except Exception as error:
+            logger.error("a call to the %s pool failed", self._pool, exc_info=error)
+            self._fail(tickets, FovealError("internal", CODES["internal"][1]))
+        else:
+            self._seen[reply.replica] = time.monotonic()
+            for ticket, result in zip(tickets, reply.results, strict=True):
+                self._settle(ticket, result)
+        finally:
+            self._under_way -= 1
+            self._pump_soon()
+
+    def _settle(self, ticket: _Ticket, result: EncodeResult) -> None:
+        if result.error == "fault":
+            self._retry([ticket], "the replica is broken and is being replaced")
+        elif result.error is None:
+            if not ticket.future.done():
+                ticket.future.set_result(result)
+        elif result.error in _REFUSED:
+            message = "the item could not be encoded" if result.error == "internal" else result.message
+            self._fail([ticket], FovealError(result.error, message, None, _REFUSED[result.error]))
+
+    def _retry(self, tickets: Sequence[_Ticket], message: str) -> None:
+        """Back to the front, once."""
+        again = [ticket for ticket in tickets if not ticket.retried and not ticket.future.done()]
+        self._fail([t for t in tickets if t.retried], FovealError("unavailable", message, None, 5))
+        for ticket in reversed(again):
+            ticket.retried, ticket.call = True, None
+            self._waiting.appendleft(ticket)
+
+    def _fail(self, tickets: Sequence[_Ticket], error: FovealError) -> None:
+        for ticket in tickets:
+            if not ticket.future.done():
+                ticket.future.set_exception(error)
+
+    def _forget(self, ticket: _Ticket) -> None:
+        if not ticket.future.cancelled():
+            return  # its answer came at the same moment
+        if ticket.call is None:
+            self._waiting.remove(ticket)
+            return
+        ticket.call.wanted.discard(ticket)
+        if not ticket.call.wanted:
+            ticket.call.response.cancel()
+            return
+        self._unwanted.append(ticket.item.id)
+        if len(self._unwanted) == 1:
+            self._spawn(self._drop())
+
+    async def _drop(self) -> None:
+        """Tells the replicas what nobody waits for, while its neighbours in a call are still wanted."""
+        while self._unwanted:
+            # What is added meanwhile goes with the next round.
+            ids = frozenset(self._unwanted)
+            try:
+                response = self._handle.broadcast("drop", ids)
+                await response.results_async(timeout_s=DROP_TIMEOUT_S, return_exceptions=True)
+            except (DeploymentUnavailableError, TimeoutError):
+                pass
+            self._unwanted = [one for one in self._unwanted if one not in ids]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _replicas(self) -> int:
+        """Those that have answered lately."""
+        oldest = time.monotonic() - REPLICA_SEEN_S
+        self._seen = {replica: seen for replica, seen in self._seen.items() if seen > oldest}
+        return len(self._seen)
