@@ -29,7 +29,44 @@ ERRORS = Metric(
 CANCELLED = Metric(
     "foveal_requests_cancelled", "counter", (), "requests whose client left before the response was sent"
 )
+ITEMS_IN_FLIGHT = Metric(
+    "foveal_items_in_flight", "gauge", (), "items that are received or worked on, under limits.max_items_in_flight"
+)
+BYTES_IN_FLIGHT = Metric(
+    "foveal_bytes_in_flight", "gauge", (), "bytes of the request bodies held, under limits.max_bytes_in_flight"
+)
+STORE_SECONDS = Metric(
+    "foveal_store_seconds", "histogram", (), "an item delivered to the store: until its file is in place", BUCKETS_S
+)
+STORE_ITEMS = Metric(
+    "foveal_store_items",
+    "counter",
+    ("result",),
+    "items of `deliver=store`: hit: was there; new: was encoded and written; refused: had no room",
+)
+STORE_EVICTIONS = Metric("foveal_store_evictions", "counter", (), "files removed from the store to make room")
+STORE_BYTES = Metric(
+    "foveal_store_bytes", "gauge", (), "bytes in the store, as this replica last knew; all replicas share it"
+)
 
-STAGE_SECONDS = {"fetch": FETCH_SECONDS, "decode": DECODE_SECONDS, "format": FORMAT_SECONDS, "total": TOTAL_SECONDS}
+STAGE_SECONDS = {
+    "fetch": FETCH_SECONDS,
+    "decode": DECODE_SECONDS,
+    "store": STORE_SECONDS,
+    "format": FORMAT_SECONDS,
+    "total": TOTAL_SECONDS,
+}
 
-METRICS = (*REPLICA_METRICS, *STAGE_SECONDS.values(), BYTES_IN, BYTES_OUT, ERRORS, CANCELLED)
+METRICS = (
+    *REPLICA_METRICS,
+    *STAGE_SECONDS.values(),
+    STORE_ITEMS,
+    STORE_EVICTIONS,
+    STORE_BYTES,
+    BYTES_IN,
+    BYTES_OUT,
+    ITEMS_IN_FLIGHT,
+    BYTES_IN_FLIGHT,
+    ERRORS,
+    CANCELLED,
+)

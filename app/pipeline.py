@@ -90,7 +90,20 @@ class Pipeline:
             FovealError: of the first source that cannot be decoded, naming it; or of the pools or the store.
         """
         deadline = time.time() + self._settings.limits.deadline_s
-        name = await self._naming(options) if options.deliver == "store" else None
+        name = None
+        if options.deliver == "store":
+            if self._store is None:
+                raise FovealError("invalid_option", "deliver: store is off on this server (store.root)", "deliver")
+            compute_dtype = self._settings.dtype if self._settings.dtype != "auto" else await self._pools.dtype()
+            if options.dtype == "auto":
+                options = options.model_copy(update={"dtype": compute_dtype})
+            name = partial(
+                item_hash,
+                checkpoint=self._checkpoint,
+                compute_dtype=compute_dtype,
+                dtype=options.dtype,
+                pooling=options.pooling,
+            )
         prepared = await asyncio.gather(
             *(self._prepare(i, source, options, name, timings) for i, source in enumerate(sources)),
             return_exceptions=True,
@@ -110,19 +123,6 @@ class Pipeline:
         self._waiters.shutdown()
         self._files.shutdown()
         self._decoder.close()
-
-    async def _naming(self, options: EncodeOptions) -> Callable[..., str]:
-        """`item_hash` with all that is the same for every item of the request."""
-        if self._store is None:
-            raise FovealError("invalid_option", "deliver: store is off on this server (store.root)", "deliver")
-        compute_dtype = self._settings.dtype if self._settings.dtype != "auto" else await self._pools.dtype()
-        return partial(
-            item_hash,
-            checkpoint=self._checkpoint,
-            compute_dtype=compute_dtype,
-            dtype=compute_dtype if options.dtype == "auto" else options.dtype,
-            pooling=options.pooling,
-        )
 
     async def _prepare(
         self, index: int, source: Source, options: EncodeOptions, name: Callable[..., str] | None, timings: Timings

@@ -16,7 +16,6 @@ from ray.serve.schema import DeploymentStatusOverview
 from app.dispatch import Dispatcher
 from app.errors import FovealError
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
-from encoder.budgets import PackLimits
 
 STATE_TIMEOUT_S = 2.0
 
@@ -83,18 +82,22 @@ class Pools:
     def __init__(self, handles: Mapping[PoolName, DeploymentHandle]) -> None:
         self._handles = handles
         self._dispatchers: dict[PoolName, Dispatcher] = {}
-        self._known_limits: dict[PoolName, PackLimits] = {}
+        self._known: dict[PoolName, ReplicaState] = {}
 
     async def encode(self, pool: PoolName, item: EncodeItem) -> EncodeResult:
         """As `Dispatcher.encode` of the pool."""
         if pool not in self._dispatchers:
-            dispatcher = Dispatcher(pool, self._handles[pool], await self._limits(pool))
+            dispatcher = Dispatcher(pool, self._handles[pool], (await self._fixed(pool)).limits)
             self._dispatchers.setdefault(pool, dispatcher)
         return await self._dispatchers[pool].encode(item)
 
     async def largest_budget(self, modality: Literal["image", "video"]) -> int:
         """Tokens of the largest graph of the modality's pool."""
-        return (await self._limits(modality)).max_tokens
+        return (await self._fixed(modality)).limits.max_tokens
+
+    async def dtype(self) -> str:
+        """The dtype that the image pool computes in."""
+        return (await self._fixed("image")).dtype
 
     async def views(self) -> list[PoolView]:
         """Every pool. One without a running replica is not asked, so it is neither waited for nor woken."""
@@ -106,14 +109,13 @@ class Pools:
 
         return list(await asyncio.gather(*(view(name, handle) for name, handle in self._handles.items())))
 
-    async def _limits(self, pool: PoolName) -> PackLimits:
-        """What one batch of the pool takes, asked of it once: it depends on its device."""
-        if pool not in self._known_limits:
+    async def _fixed(self, pool: PoolName) -> ReplicaState:
+        """What one replica of the pool is, asked once: limits and dtype depend on its device, and stay."""
+        if pool not in self._known:
             handle = self._handles[pool].options(method_name="state")
             for last_try in (False, True):
                 try:
-                    state: ReplicaState = await handle.remote()
-                    self._known_limits[pool] = state.limits
+                    self._known[pool] = await handle.remote()
                     break
                 except RayActorError:
                     if last_try:
@@ -123,7 +125,7 @@ class Pools:
                 except (DeploymentUnavailableError, ReplicaUnavailableError):
                     message = f"the {pool} pool has no healthy replica"
                     raise FovealError("unavailable", message, None, 5) from None
-        return self._known_limits[pool]
+        return self._known[pool]
 
     async def _states(self, handle: DeploymentHandle) -> list[ReplicaState]:
         try:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,32 @@ def load_vision_encoder(
         raise CheckpointError(f"{folder}: vision tensors: " + "; ".join(problems))
     encoder.load_state_dict(state, assign=True)
     return encoder.finalize(device, dtype)
+
+
+def digest_checkpoint(folder: Path) -> str:
+    """SHA-256, in hex, of all that the checkpoint in `folder` adds to an embedding.
+
+    That is its config files, and every byte of the vision tower's tensors with their names, dtypes and shapes. They
+    are read in order of name, so it makes no difference how they are spread over files; the language model, which is
+    most of a checkpoint, is not read. The tower of Qwen3-VL-8B is 1.2 GB: one or two seconds.
+
+    Raises:
+        CheckpointError: as `load_vision_encoder`.
+    """
+    digest = hashlib.sha256()
+    for name in _CONFIGS:
+        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    files = _tensor_files(folder)
+    prefix = _tower_prefix(files, folder)
+    names = sorted(name for name in files if name.startswith(prefix))
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(_open(path)) for path in {files[name] for name in names}}
+        for name in names:
+            tensor = opened[files[name]].get_tensor(name)
+            digest.update(f"{name.removeprefix(prefix)} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _some(names: list[str]) -> str:

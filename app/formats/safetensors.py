@@ -12,25 +12,32 @@ from app.formats.types import EncodedItem, Rendered
 
 MEDIA_TYPE = "application/vnd.safetensors"
 CHUNK_BYTES = 1 << 20
+Tensor = tuple[str, str, np.ndarray]  # name, dtype (bfloat16 as its bits), values
 _NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64"}
 
 
 def render(model: str, items: Sequence[EncodedItem]) -> Rendered:
-    """Tensors `<i>.grid_thw` int64 [3], `<i>.timestamps` float32 [t] (videos), `<i>.embeddings` [rows, columns].
+    """Tensors `<i>.grid_thw` int64 [3], `<i>.timestamps` float32 [t] (videos), `<i>.embeddings` [rows, columns] unless
+    stored.
 
     In the file, eight-byte tensors come first and the embeddings last, so that each begins aligned to its dtype.
     """
-    tensors: list[tuple[str, str, np.ndarray]] = []
+    tensors: list[Tensor] = []
     for i, item in enumerate(items):
         tensors.append((f"{i}.grid_thw", "int64", np.array(item.grid_thw, "<i8")))
     for i, item in enumerate(items):
         if item.timestamps is not None:
             tensors.append((f"{i}.timestamps", "float32", item.timestamps))
-    for i, item in sorted(enumerate(items), key=lambda pair: -pair[1].embeddings.itemsize):
-        tensors.append((f"{i}.embeddings", item.dtype, item.embeddings))
-    header: dict[str, Any] = {
-        "__metadata__": {"model": model, "items": json.dumps([item.facts() for item in items])},
-    }
+    embeddings = [
+        (f"{i}.embeddings", item.dtype, item.embeddings) for i, item in enumerate(items) if item.embeddings is not None
+    ]
+    tensors += sorted(embeddings, key=lambda tensor: -tensor[2].itemsize)
+    return pack(tensors, {"model": model, "items": json.dumps([item.facts() for item in items])})
+
+
+def pack(tensors: Sequence[Tensor], metadata: dict[str, str]) -> Rendered:
+    """A safetensors file of `tensors`, in their order."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for name, dtype, array in tensors:
         end = offset + array.nbytes

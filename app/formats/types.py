@@ -15,16 +15,20 @@ from deployments.protocol import PoolName
 class EncodedItem:
     """One item of the answer.
 
-    embeddings: [rows, columns], float32, float16, or uint16 holding bfloat16 bits, as `dtype` says.
+    embeddings: [rows, columns], float32, float16, or uint16 holding bfloat16 bits, as `dtype` says; None once they
+        are in the store. shape: theirs, wherever they are.
     timestamps: float32 [t], seconds; None for an image.
     num_tokens: visual tokens of the item, whether pooled or not. num_frames, width, height: of what was encoded.
+    hash: the item's name in the store; None if it is delivered inline. stored: "new" if this request had it encoded,
+        "hit" if it was there, and pool, execution, reason and budget tell how it was encoded then.
     """
 
     index: int
     modality: Literal["image", "video"]
     grid_thw: tuple[int, int, int]
     timestamps: np.ndarray | None
-    embeddings: np.ndarray
+    embeddings: np.ndarray | None
+    shape: tuple[int, int]
     dtype: str
     pool: PoolName
     execution: Literal["graph", "eager"]
@@ -34,11 +38,17 @@ class EncodedItem:
     num_frames: int
     width: int
     height: int
+    hash: str | None = None
+    stored: Literal["hit", "new"] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The fields that every format tells, JSON-able."""
-        names = ("index", "modality", "pool", "execution", "reason", "budget", "num_tokens", "num_frames")
-        return {name: getattr(self, name) for name in (*names, "width", "height")}
+        """The fields that every format tells, JSON-able. Of an item in the store also what its tensor would tell."""
+        names = ["index", "modality", "pool", "execution", "reason", "budget", "num_tokens", "num_frames"]
+        names += ["width", "height"]
+        if self.hash is None:
+            return {name: getattr(self, name) for name in names}
+        names += ["hash", "stored", "dtype"]
+        return {**{name: getattr(self, name) for name in names}, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
