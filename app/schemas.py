@@ -29,7 +29,9 @@ class EncodeOptions(_Strict):
     ] = "auto"
     pooling: Annotated[Literal["none", "mean"], Field(description="mean: one row over the item's tokens")] = "none"
     main_only: Annotated[bool, Field(description="leave the deepstack columns out")] = False
-    deliver: Annotated[Literal["inline"], Field(description="how the embeddings are delivered")] = "inline"
+    deliver: Annotated[
+        Literal["inline", "store"], Field(description="store: as a file in the server's store, by its hash")
+    ] = "inline"
     min_pixels: Annotated[
         PositiveInt | None, Field(description="least pixels of a resized image, or of all frames of a resized video")
     ] = None
@@ -117,6 +119,9 @@ def parse_options(
         value = getattr(options, name)
         if value is not None and value > ceiling:
             raise FovealError("invalid_option", f"{name} ({value}) is over {source} ({ceiling})", name)
+    if options.deliver == "store" and options.main_only:
+        message = "deliver: the readers of the store need all columns, so main_only cannot be given with it"
+        raise FovealError("invalid_option", message, "deliver")
     return options
 
 
