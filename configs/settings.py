@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, IPvAnyNetwork, PositiveFloat, PositiveInt, model_validator
 
@@ -58,8 +58,14 @@ class Limits(_Strict):
 
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
     max_bytes_in_flight: Annotated[
-        PositiveInt, Field(description="bytes of all request bodies that one ingress replica holds")
+        PositiveInt, Field(description="bytes received of all request bodies that one ingress replica holds")
     ] = 512 * 1024 * 1024
+    max_items_in_flight: Annotated[
+        PositiveInt, Field(description="items that one ingress replica works on; how to choose it: operations.md")
+    ] = 256
+    upload_idle_s: Annotated[PositiveFloat, Field(description="time in which no byte of an unfinished body comes")] = (
+        10.0
+    )
     max_pixels: Annotated[PositiveInt, Field(description="pixels of one source picture, read from its header")] = (
         100_000_000
     )
@@ -105,6 +111,26 @@ class StoreSettings(_Strict):
     ] = 300.0
 
 
+class AuthSettings(_Strict):
+    """Who may use the service. Off by default: everyone who reaches it."""
+
+    api_keys_file: Annotated[
+        str | None,
+        Field(
+            pattern="^/", description="file of the keys that `Authorization: Bearer` may have; null: none is asked for"
+        ),
+    ] = None
+
+
+class PoolUserConfig(_Strict):
+    """`user_config` of a pool: settings of its batcher that change without a restart; absent ones are as in `args`."""
+
+    max_batch_size: PositiveInt | None = None
+    max_batch_tokens: Annotated[PositiveInt | None, Field(description="of the eager pool")] = None
+    max_queued_items: PositiveInt | None = None
+    max_queued_bytes: PositiveInt | None = None
+
+
 class Settings(_Strict):
     """Arguments of `app.main:build`. Replicas, autoscaling and actor resources stay under `deployments:`."""
 
@@ -119,6 +145,7 @@ class Settings(_Strict):
     long_video: Annotated[Literal["eager"], Field(description="where videos over t_capture go")] = "eager"
     limits: Limits = Limits()
     fetch: FetchSettings = FetchSettings()
+    auth: AuthSettings = AuthSettings()
     store: StoreSettings = StoreSettings()
 
     @model_validator(mode="after")
@@ -142,3 +169,14 @@ class Settings(_Strict):
                     f"limits.max_tokens ({self.limits.max_tokens})"
                 )
         return self
+
+
+def change_pool(settings: Settings, pool: Literal["image", "video", "eager"], user_config: dict[str, Any]) -> Settings:
+    """`settings` with the fields of `PoolUserConfig` put in their place.
+
+    Raises:
+        pydantic.ValidationError: names the field that is unknown or impossible.
+    """
+    changes = PoolUserConfig.model_validate(user_config).model_dump(exclude_none=True)
+    values = settings.model_dump()
+    return Settings.model_validate({**values, pool: {**values[pool], **changes}})

@@ -90,10 +90,10 @@ class Batcher:
         max_queued_items: int,
         max_queued_bytes: int,
     ) -> None:
-        self._pool, self._runner, self._limits, self._metrics = pool, runner, limits, metrics
-        self._max_items, self._max_bytes = max_queued_items, max_queued_bytes
+        self._pool, self._runner, self._metrics = pool, runner, metrics
         self._queue: deque[_Ticket] = deque()
         self._changed = threading.Condition()
+        self.configure(limits, max_queued_items, max_queued_bytes)
         self._slots = threading.BoundedSemaphore(runner.max_in_flight)
         self._running: SimpleQueue[tuple[list[_Ticket], Pending, float] | None] = SimpleQueue()
         self._closed = False
@@ -107,6 +107,11 @@ class Batcher:
         ]
         for thread in self._threads:
             thread.start()
+
+    def configure(self, limits: PackLimits, max_queued_items: int, max_queued_bytes: int) -> None:
+        """Takes effect with the next batch and the next item; what waits stays."""
+        with self._changed:
+            self._limits, self._max_items, self._max_bytes = limits, max_queued_items, max_queued_bytes
 
     def put(self, item: EncodeItem) -> Future[EncodeResult]:
         """Queues one item. Cancelling the future while it waits removes it before it costs device time."""

@@ -9,14 +9,15 @@ from deployments.pool import POOL_OPTIONS, PoolReplica
 from encoder.budgets import PackLimits
 
 
+def batch_limits(settings: Settings) -> PackLimits:
+    """What one batch takes. A segment holds at least one token, so the token bound also bounds the segments."""
+    own = settings.eager
+    return PackLimits(max_tokens=own.max_batch_tokens, max_items=own.max_batch_size, max_seqs=own.max_batch_tokens)
+
+
 class EagerReplica(PoolReplica):
     def __init__(self, settings: Settings) -> None:
-        own = settings.eager
-        # A segment holds at least one token, so the token bound also bounds the segments.
-        limits = PackLimits(
-            max_tokens=own.max_batch_tokens, max_items=own.max_batch_size, max_seqs=own.max_batch_tokens
-        )
-        super().__init__("eager", settings, own, limits, {})
+        super().__init__("eager", settings, batch_limits, {})
 
 
 Eager = serve.deployment(name="Eager", **POOL_OPTIONS)(EagerReplica)

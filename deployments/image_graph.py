@@ -9,12 +9,16 @@ from deployments.pool import POOL_OPTIONS, PoolReplica, graph_budgets
 from encoder.budgets import PackLimits
 
 
+def batch_limits(settings: Settings) -> PackLimits:
+    """What one batch takes: an image is one segment."""
+    own = settings.image
+    largest = graph_budgets(settings, own)[-1]
+    return PackLimits(max_tokens=largest, max_items=own.max_batch_size, max_seqs=own.max_batch_size)
+
+
 class ImageReplica(PoolReplica):
     def __init__(self, settings: Settings) -> None:
-        own = settings.image
-        budgets = graph_budgets(settings, own)
-        limits = PackLimits(max_tokens=budgets[-1], max_items=own.max_batch_size, max_seqs=own.max_batch_size)
-        super().__init__("image", settings, own, limits, {"image": budgets})
+        super().__init__("image", settings, batch_limits, {"image": graph_budgets(settings, settings.image)})
 
 
 ImageGraph = serve.deployment(name="ImageGraph", **POOL_OPTIONS)(ImageReplica)

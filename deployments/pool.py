@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from configs.processor import ProcessorConfig
-from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
+from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings, change_pool
 from deployments.batcher import Batcher
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeCall, EncodeReply, PoolName, ReplicaState
@@ -30,21 +30,27 @@ POOL_OPTIONS: dict[str, Any] = {
 
 
 class PoolReplica:
-    """Serves `encode` calls. Graphs are captured in the constructor, so a replica is not ready before."""
+    """Serves `encode` calls. Graphs are captured in the constructor, so a replica is not ready before.
+
+    Args:
+        limits_of: what one batch of the pool takes by its settings.
+        token_budgets: those to capture.
+    """
 
     def __init__(
         self,
         pool: PoolName,
         settings: Settings,
-        own: GraphSettings | EagerSettings,
-        limits: PackLimits,
+        limits_of: Callable[[Settings], PackLimits],
         token_budgets: Mapping[str, Sequence[int]],
     ) -> None:
+        self._pool, self._settings, self._limits_of = pool, settings, limits_of
+        own: GraphSettings | EagerSettings = getattr(settings, pool)
+        limits = limits_of(settings)
         folder = resolve_checkpoint(settings.model)
         processor = ProcessorConfig.from_checkpoint(folder)
         self._token_budgets = tuple(budget for budgets in token_budgets.values() for budget in budgets)
         self._t_capture = own.t_capture if isinstance(own, VideoSettings) else None
-        self._limits = limits
         self._id = uuid4().hex
         self._runner = EncoderRunner.from_checkpoint(
             folder,
@@ -65,6 +71,20 @@ class PoolReplica:
             max_queued_items=own.max_queued_items,
             max_queued_bytes=own.max_queued_bytes,
         )
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve calls it with the deployment's `user_config` at the start and when it changes.
+
+        Raises:
+            ValueError: a name that is no field of `PoolUserConfig`, or a value that the settings refuse.
+        """
+        settings = change_pool(self._settings, self._pool, user_config)
+        own: GraphSettings | EagerSettings = getattr(settings, self._pool)
+        captured: int = getattr(self._settings, self._pool).max_batch_size
+        if self._token_budgets and own.max_batch_size > captured:
+            raise ValueError(f"max_batch_size ({own.max_batch_size}) is over the {captured} that the graphs hold")
+        self._work.limits = self._limits_of(settings)
+        self._batcher.configure(self._work.limits, own.max_queued_items, own.max_queued_bytes)
 
     async def encode(self, call: EncodeCall) -> EncodeReply:
         """The items' results. Cancelling the call drops those that still wait."""
@@ -89,7 +109,7 @@ class PoolReplica:
             dtype=self._runner.dtype,
             token_budgets=self._token_budgets,
             t_capture=self._t_capture,
-            limits=self._limits,
+            limits=self._work.limits,
             busy_s=self._batcher.busy_s,
             hits=stats["hits"],
             misses=stats["misses"],

@@ -12,14 +12,16 @@ from deployments.pool import POOL_OPTIONS, PoolReplica, graph_budgets
 from encoder.budgets import PackLimits
 
 
+def batch_limits(settings: Settings) -> PackLimits:
+    """What one batch takes: a video has up to `t_capture` segments."""
+    own = settings.video
+    largest = graph_budgets(settings, own)[-1]
+    return PackLimits(max_tokens=largest, max_items=own.max_batch_size, max_seqs=own.max_batch_size * own.t_capture)
+
+
 class VideoReplica(PoolReplica):
     def __init__(self, settings: Settings) -> None:
-        own = settings.video
-        budgets = graph_budgets(settings, own)
-        limits = PackLimits(
-            max_tokens=budgets[-1], max_items=own.max_batch_size, max_seqs=own.max_batch_size * own.t_capture
-        )
-        super().__init__("video", settings, own, limits, {"video": budgets})
+        super().__init__("video", settings, batch_limits, {"video": graph_budgets(settings, settings.video)})
 
 
 VideoGraph = serve.deployment(name="VideoGraph", **POOL_OPTIONS)(VideoReplica)

@@ -7,17 +7,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import torch
-
 from deployments.autoscaling import BUSY, QUEUED_WORK
 from deployments.protocol import EncodeResult, Size
-from encoder.budgets import CostTable, PackLimits, pack_greedily, plan_batches
+from encoder.budgets import CostTable, PackLimits, pack_greedily, plan_batches, timed_eager_sizes
 from encoder.defs import EncoderItemSpec
-from encoder.preprocess import frames_grid
 from encoder.runner import EncoderRunner
 
 _BEHIND_S = 5.0  # an ingress that has not called for so long has nothing waiting
-_EAGER_T = (1, 8, 32)  # temporal patches of the 448x448 videos that are timed
+_EAGER_TOKENS = 8192  # of the largest eager run that is timed: past it, time grows evenly
 
 
 def predicted_work(sizes: Sequence[Size], costs: CostTable, limits: PackLimits) -> float:
@@ -45,7 +42,7 @@ class WorkMeter:
     """What is unfinished in one replica, and what waits for it in the ingress. Safe to call from any thread."""
 
     def __init__(self, costs: CostTable, limits: PackLimits) -> None:
-        self._costs, self._limits = costs, limits
+        self._costs, self.limits = costs, limits
         self._unfinished: dict[Future[EncodeResult], Size] = {}
         self._behind: dict[str, tuple[float, int]] = {}
 
@@ -65,9 +62,9 @@ class WorkMeter:
         self._behind = {ingress: noted for ingress, noted in list(self._behind.items()) if noted[0] > fresh}
         behind = sum(tokens for _, tokens in self._behind.values())
         if behind:
-            room = self._limits.max_tokens
+            room = self.limits.max_tokens
             sizes += [Size("image", min(room, behind - start), 1) for start in range(0, behind, room)]
-        return {QUEUED_WORK: predicted_work(sizes, self._costs, self._limits), BUSY: float(bool(sizes))}
+        return {QUEUED_WORK: predicted_work(sizes, self._costs, self.limits), BUSY: float(bool(sizes))}
 
 
 def cost_table(runner: EncoderRunner) -> CostTable:
@@ -75,21 +72,9 @@ def cost_table(runner: EncoderRunner) -> CostTable:
     return next(iter(runner.manager.costs.values()), None) or eager_costs(runner)
 
 
-@torch.inference_mode()
 def eager_costs(runner: EncoderRunner) -> CostTable:
-    """Seconds of eager runs by tokens, from three that are timed; on a CPU tokens, as `CostTable.by_size` has it."""
-    encoder = runner.encoder
-    if encoder.device.type != "cuda":
-        return CostTable({}, ((0, 32.0), (1, 33.0)))
-    points = []
-    for t in _EAGER_T:
-        frames = torch.zeros(2 * t, 3, 448, 448, dtype=torch.uint8, device=encoder.device)
-        grid = frames_grid(frames.shape)
-        for _ in range(2):  # the first run warms up
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            encoder.encoder_eager_forward({"pixel_values_videos": [frames], "video_grid_thw": [grid]})
-            end.record()
-        end.synchronize()
-        points.append((grid[0] * grid[1] * grid[2] // 4, start.elapsed_time(end) / 1e3))
-    return CostTable({}, tuple(points))
+    """Seconds of eager runs by tokens, measured; on a CPU tokens, as `CostTable.by_size` has it."""
+    points: tuple[tuple[int, float], ...] = ()
+    if runner.encoder.device.type == "cuda":
+        points = runner.manager.time_eager(timed_eager_sizes(_EAGER_TOKENS))
+    return CostTable({}, points or ((0, 32.0), (1, 33.0)))

@@ -15,6 +15,7 @@ from deployments.image_graph import ImageReplica
 from deployments.pool import PoolReplica, graph_budgets
 from deployments.protocol import EncodeCall, EncodeItem, EncodeResult
 from deployments.video_graph import VideoReplica
+from encoder.budgets import PackLimits
 
 SETTINGS = Settings(
     device="cpu",
@@ -139,6 +140,40 @@ def test_dropped_items_leave_their_call_and_cost_nothing(make: Make) -> None:
         4, 8, 0, 0, 0
     )  # fmt: skip
     assert state.busy_s > 0
+
+
+def test_user_config_changes_batching_and_queue_without_a_restart(make: Make) -> None:
+    replica = make(ImageReplica)
+    replica.reconfigure({"max_batch_size": 1, "max_queued_items": 1})
+    results = encode(replica, *IMAGES)
+    assert {r.error for r in results} == {None, "overloaded"}
+    state = asyncio.run(replica.state())
+    assert state.limits == PackLimits(max_tokens=16, max_items=1, max_seqs=1)
+    assert state.queue.rejected == sum(r.error == "overloaded" for r in results) > 0
+    replica.reconfigure({})
+    assert asyncio.run(replica.state()).limits == PackLimits(max_tokens=16, max_items=2, max_seqs=2)
+    assert [r.error for r in encode(replica, *IMAGES)] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "user_config", "named"),
+    [
+        (ImageReplica, {"max_batch_size": 3}, "max_batch_size"),
+        (ImageReplica, {"max_batch_tokens": 300}, "max_batch_tokens"),
+        (ImageReplica, {"token_budgets": [4]}, "token_budgets"),
+        (VideoReplica, {"max_queued_bytes": 1000}, "max_queued_bytes"),
+        (EagerReplica, {"max_batch_tokens": 300}, "max_batch_tokens"),
+        (EagerReplica, {"max_queued_items": 0}, "max_queued_items"),
+    ],
+)
+def test_an_impossible_user_config_is_refused_by_name_and_changes_nothing(
+    make: Make, kind: type[Any], user_config: dict[str, Any], named: str
+) -> None:
+    replica = make(kind)
+    before = asyncio.run(replica.state()).limits
+    with pytest.raises(ValueError, match=named):
+        replica.reconfigure(user_config)
+    assert asyncio.run(replica.state()).limits == before
 
 
 def test_generated_budgets_depend_on_the_device() -> None:
