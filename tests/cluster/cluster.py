@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +43,7 @@ def cluster_config() -> Config:
     for deployment in app["deployments"]:
         deployment["num_replicas"] = max(deployment.pop("autoscaling_config")["min_replicas"], 1)
         selector = deployment["ray_actor_options"]["label_selector"]
-        deployment["ray_actor_options"] = {"num_cpus": 0.25, "label_selector": selector}
+        deployment["ray_actor_options"] = {"num_cpus": 0.1, "label_selector": selector}
     return config
 
 
@@ -66,7 +67,7 @@ class ServiceCluster:
         os.environ.update(ENV, RAY_TMPDIR=str(self._folder))
         head = {
             "labels": {"foveal": "ingress"},
-            "num_cpus": 2,
+            "num_cpus": 1,
             "include_dashboard": True,
             "dashboard_port": int(self._api.rpartition(":")[2]),
             "temp_dir": str(self._folder / "ray"),
@@ -89,7 +90,7 @@ class ServiceCluster:
                 os.environ[name] = value
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def deploy(self, config: Config, timeout_s: float = 240.0) -> float:
+    def deploy(self, config: Config, timeout_s: float = 600.0) -> float:
         """What `serve deploy` does, and the wait until it is done everywhere. Seconds."""
         started = time.monotonic()
         eventually(lambda: self._put(config), timeout_s)
@@ -101,6 +102,10 @@ class ServiceCluster:
         """Serve's record of each replica in `state`: `pid`, `node_id`, `replica_id` and more."""
         told = self._told()["deployments"].get(name, {"replicas": []})
         return [replica for replica in told["replicas"] if replica["state"] == state]
+
+    def replica_states(self, name: str) -> Counter[str]:
+        """How many replicas of a deployment are in which state."""
+        return Counter(r["state"] for r in self._told()["deployments"][name]["replicas"])
 
     def whole(self) -> bool:
         """Every deployment has all its replicas, and no others, all running and alive, and /health says so."""
@@ -140,21 +145,26 @@ class ServiceCluster:
         self._nodes.append(self._add_node())
 
     def _add_node(self) -> Any:
-        return self._cluster.add_node(num_cpus=2, labels={"foveal": "gpu"})
+        return self._cluster.add_node(num_cpus=1, labels={"foveal": "gpu"})
 
     def _put(self, config: Config) -> bool:
         try:
             response = httpx.put(f"{self._api}/api/serve/applications/", json=config, timeout=60)
         except httpx.TransportError:
             return False
-        assert response.status_code == 200, response.text
-        return True
+        assert not 400 <= response.status_code < 500, response.text
+        return response.status_code == 200  # 5xx: Serve itself does not stand yet
 
     def _told(self) -> dict[str, Any]:
-        """What Serve tells of the application; nothing if it does not answer."""
-        with contextlib.suppress(httpx.TransportError, KeyError, ValueError):
-            return httpx.get(f"{self._api}/api/serve/applications/", timeout=30).json()["applications"]["foveal"]
-        return {"status": "UNKNOWN", "deployments": {}}
+        """What Serve tells of the application, once it answers."""
+        limit = time.monotonic() + 60
+        while True:
+            try:
+                return httpx.get(f"{self._api}/api/serve/applications/", timeout=30).json()["applications"]["foveal"]
+            except (httpx.TransportError, KeyError, ValueError):
+                if time.monotonic() > limit:
+                    raise
+            time.sleep(0.1)
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> float:

@@ -55,9 +55,15 @@ def test_autoscaling_is_possible(name: str) -> None:
             assert deployment["name"] != "Ingress"
 
 
-def test_one_gpu_holds_all_pools() -> None:
+@pytest.mark.parametrize("name", SERVE)
+def test_updates_start_successors_first(name: str) -> None:
+    assert all(d["max_surge_percent"] > 0 for d in SERVE[name]["applications"][0]["deployments"])
+
+
+def test_one_gpu_holds_all_pools_and_any_successor() -> None:
     deployments = SERVE["one_gpu.yaml"]["applications"][0]["deployments"]
-    assert sum(d["ray_actor_options"].get("num_gpus", 0) for d in deployments) == pytest.approx(1)
+    parts = [d["ray_actor_options"].get("num_gpus", 0) for d in deployments]
+    assert sum(parts) + max(parts) <= 1
 
 
 def test_the_kubernetes_config_is_the_clusters() -> None:
