@@ -100,6 +100,11 @@ def pack_greedily(specs: Sequence[EncoderItemSpec], limits: PackLimits) -> list[
     return runs
 
 
+# What an eager run must save to be chosen. More than the eighth that the default budgets on CUDA pad by at most, so
+# with them a large batch keeps its graph, and the memory that an eager run would take beside it stays free.
+EAGER_MARGIN = 1.15
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Seconds (or any one unit) of a replay of each budget, and of an eager run by its tokens.
@@ -139,6 +144,12 @@ def timed_budgets(token_budgets: Sequence[int]) -> list[int]:
     return sorted({b for b in ordered if b <= _TIME_ALL_UP_TO} | set(large[3::4]) | set(large[-1:]))
 
 
+def timed_eager_sizes(largest: int) -> list[int]:
+    """The token counts to time eagerly, ascending: where the host's launches decide, where a GPU fills up, and the
+    largest."""
+    return sorted({min(64, largest), min(_TIME_ALL_UP_TO, largest), largest})
+
+
 def interpolate_costs(points: Sequence[int], costs: Sequence[float], token_budgets: Sequence[int]) -> dict[int, float]:
     """A cost for every budget from those measured at the ascending `points`, linear between them and from the origin.
 
@@ -175,8 +186,8 @@ def plan_batches(
     """How to run the items: every index in exactly one batch, order kept within a batch.
 
     Items that no graph takes leave first, each as a batch of its own. The others are packed greedily; then each run
-    is cut where several replays (or an eager run) cost less than one padded replay. The cut is the optimal one: a
-    shortest path over the positions between items.
+    is cut where several replays (or an eager run, taken `EAGER_MARGIN` times as dear) cost less than one padded replay.
+    The cut is the optimal one: a shortest path over the positions between items.
 
     Args:
         token_budgets: ascending.
@@ -209,7 +220,7 @@ def _cut(
             tokens += specs[run[start]].num_tokens
             budget = find_budget(token_budgets, tokens)
             assert budget is not None, "a run within the limits has a budget"
-            eager = costs.eager_cost(tokens)
+            eager = EAGER_MARGIN * costs.eager_cost(tokens)
             graph = costs.graph[budget]
             # A tie goes to the graph, and to the longer batch.
             choice = (eager, None) if eager < graph else (graph, budget)

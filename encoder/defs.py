@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +15,13 @@ Modality = Literal["image", "video"]
 Execution = Literal["graph", "eager"]
 Reason = Literal["t_over_capture", "tokens_over_budget", "batch_over_segments", "cheaper_eager"]
 MmKwargs = Mapping[str, Any]
+Stop = Callable[[], bool]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Stopped(Exception):
+    """A forward ended between two blocks because its `stop` said so; it has no result."""
 
 
 @dataclass(frozen=True)

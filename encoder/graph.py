@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from encoder.defs import Stop
+
 
 class StaticBuffers:
     """Memory of fixed address by name. A smaller request gets the leading part of what a larger one allocated, so
@@ -44,19 +46,23 @@ class CapturedGraph(Protocol):
 
     backend: str
 
-    def replay(self) -> None: ...
+    def replay(self, stop: Stop | None = None) -> None: ...
 
 
 class CpuStaticGraph:
-    """The stand-in on a CPU: the same callable over the same static buffers, run anew at each replay."""
+    """The stand-in on a CPU: the same callable over the same static buffers, run anew at each replay.
+
+    Args:
+        run: gets the `stop` of its replay.
+    """
 
     backend = "cpu-static"
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[Stop | None], None]) -> None:
         self._run = run
 
-    def replay(self) -> None:
-        self._run()
+    def replay(self, stop: Stop | None = None) -> None:
+        self._run(stop)
 
 
 class CudaGraph:
@@ -79,5 +85,6 @@ class CudaGraph:
                 self._graph.capture_end()
         torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def replay(self) -> None:
+    def replay(self, stop: Stop | None = None) -> None:
+        """Enqueues the whole graph; it is never stopped."""
         self._graph.replay()

@@ -14,6 +14,7 @@ from encoder.defs import (
     EncoderItemSpec,
     MmKwargs,
     Modality,
+    Stop,
 )
 from encoder.graph import StaticBuffers
 
@@ -70,12 +71,24 @@ class SupportsEncoderCudaGraph(Protocol):
         ...
 
     def encoder_cudagraph_forward(
-        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+        self,
+        input_buffer: torch.Tensor,
+        buffers: dict[str, torch.Tensor],
+        output: torch.Tensor,
+        stop: Stop | None = None,
     ) -> None:
         """The captured callable: static inputs -> `output` [token_budget, out_hidden_size]. No host sync, no shape
-        that depends on data; rows of padding may hold anything on entry and on exit."""
+        that depends on data; rows of padding may hold anything on entry and on exit.
+
+        Raises:
+            Stopped: `stop`, asked before each block, gave True; `output` is then half written. A capture gives none.
+        """
         ...
 
-    def encoder_eager_forward(self, mm_kwargs: MmKwargs) -> torch.Tensor:
-        """[sum of tokens, out_hidden_size], at the batch's exact shape."""
+    def encoder_eager_forward(self, mm_kwargs: MmKwargs, stop: Stop | None = None) -> torch.Tensor:
+        """[sum of tokens, out_hidden_size], at the batch's exact shape.
+
+        Raises:
+            Stopped: `stop`, asked before each block, gave True.
+        """
         ...

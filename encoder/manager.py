@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from encoder.budgets import (
     interpolate_costs,
     plan_batches,
     timed_budgets,
+    timed_eager_sizes,
     validate_budgets,
 )
 from encoder.defs import (
@@ -26,6 +28,7 @@ from encoder.defs import (
     MmKwargs,
     Modality,
     Reason,
+    Stop,
 )
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph, StaticBuffers
 from encoder.interface import SupportsEncoderCudaGraph
@@ -42,7 +45,8 @@ class EncoderCudaGraphManager:
     Args:
         token_budgets: budgets of each modality to capture; a modality that is absent always runs eagerly.
         max_batch_size: items in one replay.
-        costs: replay costs by modality; absent ones are measured at capture on CUDA, and taken by size on a CPU.
+        costs: replay and eager costs by modality; absent ones are measured at capture on CUDA, and taken by size on a
+            CPU.
 
     Raises:
         ValueError: an unknown modality or impossible budgets, by name.
@@ -119,8 +123,8 @@ class EncoderCudaGraphManager:
         input_buffer = inputs.mm_kwargs[self._get_input_key(modality)]
         output = self._static.take("output", (token_budget, self.config.out_hidden_size), self.dtype)
 
-        def run() -> None:
-            self.model.encoder_cudagraph_forward(input_buffer, inputs.buffers, output)
+        def run(stop: Stop | None = None) -> None:
+            self.model.encoder_cudagraph_forward(input_buffer, inputs.buffers, output, stop)
 
         graph: CapturedGraph
         if self.device.type == "cuda":
@@ -140,14 +144,16 @@ class EncoderCudaGraphManager:
         )
 
     def _measure_costs(self) -> None:
-        """Fills `costs` where none were given: replay seconds without attention (every segment empty) on CUDA, and
-        sizes where there is no GPU. Budgets that several modalities have are timed once: their graphs differ only in
-        segments."""
+        """Fills `costs` where none were given: seconds of replays and of eager runs without attention (every segment
+        empty) on CUDA, and sizes where there is no GPU. What several modalities have is timed once: their graphs, and
+        their eager runs, differ only in segments."""
         missing = [m for m in self.budget_graphs if m not in self.costs]
         if self.device.type != "cuda":
             self.costs |= {m: CostTable.by_size(list(self.budget_graphs[m])) for m in missing}
             return
         graphs = {b: g for m in missing for b, g in self.budget_graphs[m].items()}
+        if not graphs:
+            return
         for graph in graphs.values():
             for name in ("cu_seqlens", "sequence_lengths"):
                 if name in graph.buffers:
@@ -164,7 +170,58 @@ class EncoderCudaGraphManager:
             events.append((start, end))
         torch.cuda.synchronize(self.device)
         table = interpolate_costs(points, [start.elapsed_time(end) / 1e3 for start, end in events], list(graphs))
-        self.costs |= {m: CostTable({b: table[b] for b in self.budget_graphs[m]}) for m in missing}
+        eager = self.time_eager(timed_eager_sizes(max(graphs)))
+        self.costs |= {m: CostTable({b: table[b] for b in self.budget_graphs[m]}, eager) for m in missing}
+
+    @torch.no_grad()
+    def time_eager(self, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
+        """(tokens, seconds) of eager runs of these ascending sizes with every segment empty, for `CostTable.eager`; none
+        where the device has no room for such a run.
+
+        Seconds of wall time, launches included, from an idle device until it is idle again: the one thread that launches
+        an eager run's hundreds of kernels bounds a small one, while a replay is one launch whatever its size.
+        """
+        points: list[tuple[int, float]] = []
+        modality = self.config.modalities[0]
+        current = torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        # On the stream of the captures: the memory of their warm-ups is kept there.
+        with current:
+            for tokens in sizes:
+                try:
+                    seconds = self._time_eager_run(modality, tokens)
+                except torch.OutOfMemoryError:
+                    logger.warning("no room on %s for an eager run of %d tokens: none is planned", self.device, tokens)
+                    return ()
+                # A larger run never costs less: noise must not make the packer prefer it.
+                points.append((tokens, max(seconds, points[-1][1] if points else 0.0)))
+        return tuple(points)
+
+    def _time_eager_run(self, modality: Modality, tokens: int) -> float:
+        """The least of up to three runs, which stop once they took 20 ms together."""
+        # The static buffers lend memory for what the graphs have room for; new ones are zeros, so bounds too.
+        static = self._static if self.budget_graphs else StaticBuffers(self.device)
+        inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
+            tokens, self.max_batch_size, self.device, self.dtype, modality, static
+        )
+        for name in ("cu_seqlens", "sequence_lengths"):
+            if name in inputs.buffers:
+                inputs.buffers[name].zero_()
+        pixels = inputs.mm_kwargs[self._get_input_key(modality)]
+        output = static.take("output", (tokens, self.config.out_hidden_size), self.dtype)
+        if tokens not in self._warm:
+            self.model.encoder_cudagraph_warmup(pixels, inputs.buffers, output)
+        times: list[float] = []
+        while len(times) < 3 and sum(times) < 0.02:
+            self._synchronize()
+            started = time.perf_counter()
+            self.model.encoder_cudagraph_forward(pixels, inputs.buffers, output)
+            self._synchronize()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     # --- execution ---
 
@@ -173,14 +230,18 @@ class EncoderCudaGraphManager:
         return [output.embeddings for output in self.execute_items(mm_kwargs)]
 
     @torch.inference_mode()
-    def execute_items(self, mm_kwargs: MmKwargs, columns: Sequence[int] | None = None) -> list[ItemOutput]:
+    def execute_items(
+        self, mm_kwargs: MmKwargs, columns: Sequence[int] | None = None, stop: Stop | None = None
+    ) -> list[ItemOutput]:
         """As `execute`, with how each item was run. The tensors are copies, safe from later replays.
 
         Args:
             columns: leading columns to give of each item; None: all.
+            stop: asked before each block of what does not run as a CUDA graph.
 
         Raises:
             ValueError: the keys of `mm_kwargs` name no modality, or two.
+            Stopped: `stop` gave True.
         """
         modality = self._detect_modality(mm_kwargs)
         specs = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
@@ -188,7 +249,7 @@ class EncoderCudaGraphManager:
         outputs: list[ItemOutput | None] = [None] * len(specs)
         for batch in self._plan(modality, specs):
             for index, output in zip(
-                batch.indices, self._run_batch(modality, mm_kwargs, specs, batch, columns), strict=True
+                batch.indices, self._run_batch(modality, mm_kwargs, specs, batch, columns, stop), strict=True
             ):
                 outputs[index] = output
         return [output for output in outputs if output is not None]
@@ -213,6 +274,7 @@ class EncoderCudaGraphManager:
         specs: Sequence[EncoderItemSpec],
         batch: Batch,
         columns: Sequence[int],
+        stop: Stop | None,
     ) -> list[ItemOutput]:
         whole = batch.indices == tuple(range(len(specs)))
         part = mm_kwargs if whole else self.model.select_encoder_cudagraph_items(mm_kwargs, batch.indices)
@@ -221,10 +283,10 @@ class EncoderCudaGraphManager:
         if batch.budget is None:
             self._count_misses(len(chosen), reason)
         else:
-            static = self._run_budget_graph(modality, part, chosen, batch.budget)
+            static = self._run_budget_graph(modality, part, chosen, batch.budget, stop)
             reason = None if static is not None else "batch_over_segments"
         if static is None:
-            rows = self.model.encoder_eager_forward(part)
+            rows = self.model.encoder_eager_forward(part, stop)
         else:
             # The static output is the next replay's: what leaves is a copy.
             used = sum(spec.num_tokens for spec in chosen)
@@ -240,7 +302,12 @@ class EncoderCudaGraphManager:
         return results
 
     def _run_budget_graph(
-        self, modality: Modality, mm_kwargs: MmKwargs, specs: Sequence[EncoderItemSpec], token_budget: int
+        self,
+        modality: Modality,
+        mm_kwargs: MmKwargs,
+        specs: Sequence[EncoderItemSpec],
+        token_budget: int,
+        stop: Stop | None = None,
     ) -> torch.Tensor | None:
         """The static output after a replay, valid until the next one; None, and its items counted as misses, if the
         batch breaks a captured limit."""
@@ -259,7 +326,7 @@ class EncoderCudaGraphManager:
                 target = graph.buffers[name]
                 (target[: len(value)] if value.ndim else target).copy_(value, non_blocking=True)
         self.model.write_encoder_cudagraph_input(mm_kwargs, graph.input_buffer)
-        graph.graph.replay()
+        graph.graph.replay(stop)
         counters = self._counters
         counters.hits += len(specs)
         counters.replays += 1

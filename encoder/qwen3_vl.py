@@ -21,6 +21,8 @@ from encoder.defs import (
     EncoderItemSpec,
     MmKwargs,
     Modality,
+    Stop,
+    Stopped,
 )
 from encoder.graph import StaticBuffers
 from encoder.ops import EPS, Ops, TorchOps
@@ -291,12 +293,21 @@ class Qwen3VLVisionEncoder(nn.Module):
             self._merge_level(x, 0, output)
 
     def encoder_cudagraph_forward(
-        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+        self,
+        input_buffer: torch.Tensor,
+        buffers: dict[str, torch.Tensor],
+        output: torch.Tensor,
+        stop: Stop | None = None,
     ) -> None:
-        self._forward(input_buffer, buffers, output, self.config.depth)
+        self._forward(input_buffer, buffers, output, self.config.depth, stop)
 
     def _forward(
-        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor, depth: int
+        self,
+        input_buffer: torch.Tensor,
+        buffers: dict[str, torch.Tensor],
+        output: torch.Tensor,
+        depth: int,
+        stop: Stop | None = None,
     ) -> torch.Tensor:
         """Writes `output`; returns the hidden states [rows, hidden_size] after the first `depth` blocks."""
         config, ops, attention = self.config, self.ops, self.attention
@@ -308,6 +319,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         blocks: list[Any] = list(self.blocks)
         normed = ops.add_layer_norm(x, None, blocks[0].norm1.weight, blocks[0].norm1.bias)
         for index, block in enumerate(blocks[:depth]):
+            if stop is not None and stop():
+                raise Stopped
             qkv = F.linear(normed, block.attn["qkv"].weight, block.attn["qkv"].bias)
             qkv = qkv.view(rows, 3, config.num_heads, config.head_dim)
             ops.rotary_(qkv, cos, sin)
@@ -330,14 +343,14 @@ class Qwen3VLVisionEncoder(nn.Module):
         width = self.config.out_hidden_size
         merger(normed, output[:, (level + 1) * width : (level + 2) * width])
 
-    def encoder_eager_forward(self, mm_kwargs: MmKwargs) -> torch.Tensor:
+    def encoder_eager_forward(self, mm_kwargs: MmKwargs, stop: Stop | None = None) -> torch.Tensor:
         grids = self._grids(mm_kwargs)
         rows = sum(t * h * w for t, h, w in grids)
         pixels = torch.empty(rows, 3 * TEMPORAL * PATCH**2, dtype=self.dtype, device=self.device)
         self.write_encoder_cudagraph_input(mm_kwargs, pixels)
         buffers = self._metadata(grids, sum(t for t, _, _ in grids), max(h * w for _, h, w in grids))
         output = torch.empty(rows // MERGE**2, self.config.width, dtype=self.dtype, device=self.device)
-        self.encoder_cudagraph_forward(pixels, buffers, output)
+        self.encoder_cudagraph_forward(pixels, buffers, output, stop)
         return output
 
     # --- metadata ---

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from encoder.checkpoint import load_vision_encoder
-from encoder.defs import DTYPES, Execution, ItemOutput, Modality
+from encoder.defs import DTYPES, Execution, ItemOutput, Modality, Stop
 from encoder.manager import EncoderCudaGraphManager
 from encoder.preprocess import check_frames, frames_grid
 from encoder.qwen3_vl import Qwen3VLVisionEncoder
@@ -124,17 +124,24 @@ class EncoderRunner:
         return cls(encoder, manager)
 
     @torch.inference_mode()
-    def submit(self, modality: Modality, requests: Sequence[EncodeRequest]) -> PendingBatch:
-        """Starts a batch. On CUDA it returns once everything is enqueued, on a CPU when the batch is done."""
+    def submit(self, modality: Modality, requests: Sequence[EncodeRequest], stop: Stop | None = None) -> PendingBatch:
+        """Starts a batch. On CUDA it returns once everything is enqueued, on a CPU when the batch is done.
+
+        Args:
+            stop: asked before each block of what does not run as a CUDA graph, by the calling thread: so be it cheap.
+
+        Raises:
+            Stopped: `stop` gave True. The batch has no results, and the runner is ready for the next one.
+        """
         faults = [_check(modality, r) for r in requests]
         good = [i for i, fault in enumerate(faults) if fault is None]
         outputs: list[ItemOutput | Exception] = [fault or RuntimeError("not run") for fault in faults]
         started = time.perf_counter()
         if not self._cuda:
-            return self._submit(modality, requests, good, outputs, None, started)
+            return self._submit(modality, requests, good, outputs, None, started, stop)
         with torch.cuda.stream(self._compute):
             span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            return self._submit(modality, requests, good, outputs, span, started)
+            return self._submit(modality, requests, good, outputs, span, started, stop)
 
     def _submit(
         self,
@@ -144,6 +151,7 @@ class EncoderRunner:
         outputs: list[ItemOutput | Exception],
         span: tuple[torch.cuda.Event, torch.cuda.Event] | None,
         started: float,
+        stop: Stop | None,
     ) -> PendingBatch:
         rows: list[torch.Tensor | None] = [None] * len(requests)
         if good:
@@ -156,6 +164,7 @@ class EncoderRunner:
                     f"{modality}_grid_thw": [frames_grid(requests[i].frames.shape) for i in good],
                 },
                 [self.main_width if requests[i].main_only else self.width for i in good],
+                stop,
             )
             for i, result in zip(good, results, strict=True):
                 outputs[i] = result

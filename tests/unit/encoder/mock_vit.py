@@ -14,6 +14,8 @@ from encoder.defs import (
     EncoderItemSpec,
     MmKwargs,
     Modality,
+    Stop,
+    Stopped,
 )
 from encoder.graph import StaticBuffers
 
@@ -45,6 +47,7 @@ class SimpleMockViTModel:
         self.weight = torch.randn(CHANNELS, WIDTH, generator=torch.Generator().manual_seed(7))
         self.captured: list[tuple[str, int]] = []
         self.eager_grids: list[list[Grid]] = []
+        self.forward_rows: list[int] = []
         self.refuse = False
 
     # --- the protocol ---
@@ -115,8 +118,15 @@ class SimpleMockViTModel:
         self.encoder_cudagraph_forward(input_buffer, buffers, output)
 
     def encoder_cudagraph_forward(
-        self, input_buffer: torch.Tensor, buffers: dict[str, torch.Tensor], output: torch.Tensor
+        self,
+        input_buffer: torch.Tensor,
+        buffers: dict[str, torch.Tensor],
+        output: torch.Tensor,
+        stop: Stop | None = None,
     ) -> None:
+        if stop is not None and stop():
+            raise Stopped
+        self.forward_rows.append(len(input_buffer))
         x = input_buffer * buffers["scale"][:, None]
         bounds = buffers["cu_seqlens"].tolist()
         for start, end in itertools.pairwise(bounds):
@@ -124,12 +134,12 @@ class SimpleMockViTModel:
                 x[start:end] -= x[start:end].mean(0)
         output.copy_(x.view(-1, MERGE**2, CHANNELS).mean(1) @ self.weight)
 
-    def encoder_eager_forward(self, mm_kwargs: MmKwargs) -> torch.Tensor:
+    def encoder_eager_forward(self, mm_kwargs: MmKwargs, stop: Stop | None = None) -> torch.Tensor:
         grids = self._grids(mm_kwargs)
         self.eager_grids.append(grids)
         scale, bounds = self._metadata(grids)
         output = torch.empty(sum(t * h * w for t, h, w in grids) // 4, WIDTH)
-        self.encoder_cudagraph_forward(self._pixels(mm_kwargs), {"scale": scale, "cu_seqlens": bounds}, output)
+        self.encoder_cudagraph_forward(self._pixels(mm_kwargs), {"scale": scale, "cu_seqlens": bounds}, output, stop)
         return output
 
     # --- for tests ---

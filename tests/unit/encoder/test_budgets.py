@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder.budgets import (
+    EAGER_MARGIN,
     Batch,
     CostTable,
     PackLimits,
+    default_token_budgets,
     find_budget,
     generate_token_budgets,
     pack_greedily,
@@ -210,13 +212,15 @@ BUDGETS = [8, 16, 32, 64]
 
 def cost_of(batches: list[Batch], items: list[EncoderItemSpec], costs: CostTable) -> float:
     return sum(
-        costs.graph[b.budget] if b.budget else costs.eager_cost(sum(items[i].num_tokens for i in b.indices))
+        costs.graph[b.budget]
+        if b.budget
+        else EAGER_MARGIN * costs.eager_cost(sum(items[i].num_tokens for i in b.indices))
         for b in batches
     )
 
 
 def brute_force(run: list[EncoderItemSpec], costs: CostTable) -> float:
-    """The least cost over every way to cut the run, each part by the cheaper of its graph and an eager run."""
+    """The least cost over every way to cut the run, each part by the cheaper of its graph and a dearer eager run."""
     best = math.inf
     for cuts in itertools.product([False, True], repeat=len(run) - 1):
         parts, part = [], [run[0].num_tokens]
@@ -229,7 +233,7 @@ def brute_force(run: list[EncoderItemSpec], costs: CostTable) -> float:
         total = 0.0
         for tokens in parts:
             graph = min(cost for budget, cost in costs.graph.items() if budget >= tokens)
-            total += min(graph, costs.eager_cost(tokens))
+            total += min(graph, EAGER_MARGIN * costs.eager_cost(tokens))
         best = min(best, total)
     return best
 
@@ -303,6 +307,20 @@ class TestPlan:
         costs = CostTable({16: 5.0, 64: 20.0}, ((16, 6.0), (64, 12.0)))
         batches = plan_batches([spec(16), spec(17), spec(20)], [16, 64], PackLimits(64), costs)
         assert batches == [Batch((0, 1, 2), None, "cheaper_eager")]
+
+    @pytest.mark.parametrize(("eager", "budget"), [(8.6, None), (8.7, 64), (10.0, 64)])
+    def test_an_eager_run_must_save_more_than_the_margin(self, eager: float, budget: int | None) -> None:
+        costs = CostTable({64: 10.0}, ((1, eager),))
+        (batch,) = plan_batches([spec(40)], [64], PackLimits(64), costs)
+        assert (batch.budget, batch.reason) == (budget, None if budget else "cheaper_eager")
+
+    def test_with_default_budgets_a_large_batch_keeps_its_graph(self) -> None:
+        """An eager run of the exact size in proportion to a replay of its budget, as on a full GPU."""
+        budgets = default_token_budgets("cuda")
+        costs = CostTable({b: b / 150 for b in budgets}, ((0, 0.0), (15_000, 100.0)))
+        for tokens in range(129, 16_385, 37):
+            (batch,) = plan_batches([spec(tokens)], budgets, PackLimits(16_384), costs)
+            assert batch.budget == find_budget(budgets, tokens)
 
     def test_long_items_leave_before_their_neighbours_are_packed(self) -> None:
         items = [spec(4, 2), spec(9, 9), spec(4, 2), spec(65), spec(4, 2)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from encoder import attention
 from encoder.attention import Tiling, choose_attention, choose_tiling
-from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets
+from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets, timed_eager_sizes
 
 
 def test_default_budgets_on_a_cpu_are_powers_of_two() -> None:
@@ -35,6 +35,10 @@ def test_small_budgets_are_all_timed_and_large_ones_every_fourth() -> None:
     small = [b for b in budgets if b <= 1024]
     assert timed_budgets(budgets) == [*small, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384]
     assert timed_budgets([5000]) == [5000]
+
+
+def test_three_eager_sizes_are_timed() -> None:
+    assert [timed_eager_sizes(n) for n in (16_384, 1024, 256, 10)] == [[64, 1024, 16_384], [64, 1024], [64, 256], [10]]
 
 
 def test_costs_between_timed_budgets_are_linear_and_never_fall() -> None:

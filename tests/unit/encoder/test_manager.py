@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder import manager as manager_module
 from encoder.budgets import CostTable
-from encoder.defs import Modality
+from encoder.defs import Modality, Stopped
 from encoder.interface import SupportsEncoderCudaGraph
 from encoder.manager import EncoderCudaGraphManager
 from tests.unit.encoder.conftest import CPU
@@ -22,6 +24,7 @@ BUDGETS = [16, 64]
 # A replay costs almost nothing beside its rows' count, so that the tests' batches are not cut unless they say so.
 ONE_REPLAY = {m: CostTable({16: 1.0, 64: 1.0}) for m in ("image", "video")}
 MODALITIES: tuple[Modality, ...] = ("image", "video")
+BUDGETS_OF_BOTH = dict.fromkeys(MODALITIES, BUDGETS)
 
 
 def make_manager(
@@ -228,6 +231,19 @@ class TestExecute:
         assert (output.execution, output.reason) == ("eager", "cheaper_eager")
         assert manager.stats()["misses_by_reason"] == {"cheaper_eager": 1}
 
+    @pytest.mark.parametrize("grid", [(1, 8, 8), (1, 20, 20)])
+    def test_a_stop_ends_a_batch_and_no_other(self, modality: Modality, grid: Grid) -> None:
+        """Of a CPU's graph and of an eager run."""
+        model = SimpleMockViTModel()
+        manager = make_manager(model)
+        batch = model.batch([grid], modality)
+        asked: list[bool] = []
+        with pytest.raises(Stopped):
+            manager.execute_items(batch, stop=lambda: not asked.append(True))
+        assert asked == [True]
+        (output,) = manager.execute_items(batch, stop=lambda: False)
+        torch.testing.assert_close(output.embeddings, model.expected(batch)[0], rtol=1e-4, atol=1e-5)
+
     def test_clear_drops_graphs_and_memory(self, modality: Modality) -> None:
         manager, model = make_manager(), SimpleMockViTModel()
         assert manager.stats()["static_bytes"] == 64 * WIDTH * 4
@@ -428,3 +444,50 @@ def test_any_videos_through_any_manager(grids: list[Grid], max_batch_size: int, 
     # Costs by size never favour an eager run: what fits is a hit.
     assert (stats["hits"], stats["misses"]) == (fitting, len(grids) - fitting)
     assert stats["used_tokens"] <= stats["budget_tokens"]
+
+
+class TestEagerTimes:
+    """Runs of a model that take what a made-up clock says."""
+
+    def time(
+        self, seconds: Sequence[float], sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch, capture: bool = True
+    ) -> tuple[tuple[tuple[int, float], ...], list[int]]:
+        """`time_eager` of runs that take `seconds` one after the other; and the rows of each forward, warm-ups too."""
+        model = SimpleMockViTModel()
+        manager = make_manager(model, BUDGETS_OF_BOTH if capture else {})
+        model.forward_rows.clear()
+        # The clock is read before and after a run.
+        readings = iter([reading for s in seconds for reading in (0.0, s)])
+        monkeypatch.setattr(manager_module, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+        return manager.time_eager(sizes), model.forward_rows
+
+    def test_the_least_of_three_short_runs_and_one_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        points, rows = self.time([0.004, 0.002, 0.003, 0.5], [8, 64], monkeypatch)
+        assert points == ((8, 0.002), (64, 0.5))
+        # A warm-up of each on the CPU, where the capture makes none.
+        assert rows == [32] * 4 + [256] * 2
+
+    def test_a_larger_run_never_costs_less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.time([0.3, 0.2, 0.4], [1, 16, 64], monkeypatch)[0] == ((1, 0.3), (16, 0.3), (64, 0.4))
+
+    def test_a_manager_without_graphs_has_them_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        points, rows = self.time([0.1, 0.2], [16, 640], monkeypatch, capture=False)
+        assert points == ((16, 0.1), (640, 0.2))
+        assert rows == [64, 64, 2560, 2560]
+
+    def test_none_where_the_memory_does_not_suffice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        manager = make_manager()
+        monkeypatch.setattr(manager.model, "encoder_cudagraph_forward", fail)
+        assert manager.time_eager([16]) == ()
+
+    def test_graphs_replay_the_same_afterwards(self) -> None:
+        manager = make_manager()
+        model = manager.model
+        assert isinstance(model, SimpleMockViTModel)
+        batch = model.batch([(1, 6, 6), (1, 4, 4)])
+        before = manager.execute(batch)
+        assert [tokens for tokens, _ in manager.time_eager([4, 16, 64])] == [4, 16, 64]
+        assert all(torch.equal(a, b) for a, b in zip(before, manager.execute(batch), strict=True))

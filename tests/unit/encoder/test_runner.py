@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from encoder.checkpoint import CheckpointError
-from encoder.defs import Modality
+from encoder.defs import Modality, Stopped
 from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, resolve_device, resolve_dtype
 from tests.unit.encoder.conftest import Reference, random_frames, reference_patches, relative_error, worst_level_error
 
@@ -223,6 +223,55 @@ class TestBadFrames:
         pending = runner.submit("image", [EncodeRequest(BAD["side"][1]), EncodeRequest(BAD["dtype"][1])])
         assert [type(r) for r in pending.result()] == [ValueError, ValueError]
         assert pending.busy_seconds >= 0
+
+
+class TestStop:
+    """Both ways to run a batch on a CPU: in a graph's static buffers, and eagerly."""
+
+    @pytest.mark.parametrize(("shape", "execution"), [((1, 3, 64, 64), "graph"), ((1, 3, 512, 512), "eager")])
+    @pytest.mark.parametrize("blocks", [0, 1, 3])
+    def test_between_blocks(
+        self,
+        runner: EncoderRunner,
+        shape: tuple[int, ...],
+        execution: str,
+        blocks: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        request, asked, attended = EncodeRequest(random_frames(shape)), 0, 0
+        (alone,) = encode(runner, "image", [request])
+        assert alone.execution == execution
+        attention = type(runner.encoder.attention)
+
+        def attend(self: Any, qkv: torch.Tensor, plan: Any, inner: Any = attention.__call__) -> torch.Tensor:
+            nonlocal attended
+            attended += 1
+            return inner(self, qkv, plan)
+
+        def stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > blocks
+
+        monkeypatch.setattr(attention, "__call__", attend)
+        with pytest.raises(Stopped):
+            runner.submit("image", [request, request], stop)
+        assert (asked, attended) == (blocks + 1, blocks)
+        (again,) = encode(runner, "image", [request])
+        assert np.array_equal(again.embeddings, alone.embeddings)
+
+    def test_asked_once_a_block_and_never_needed(self, runner: EncoderRunner) -> None:
+        request = EncodeRequest(random_frames((17, 3, 64, 64)))
+        (alone,) = encode(runner, "video", [request])
+        asked: list[None] = []
+        (output,) = runner.submit("video", [request], lambda: bool(asked.append(None))).result()
+        assert isinstance(output, EncodeOutput)
+        assert np.array_equal(output.embeddings, alone.embeddings)
+        assert len(asked) == runner.encoder.config.depth
+
+    def test_nothing_good_to_stop(self, runner: EncoderRunner) -> None:
+        (fault,) = runner.submit("image", [EncodeRequest(BAD["side"][1])], lambda: True).result()
+        assert isinstance(fault, ValueError)
 
 
 class TestState:
