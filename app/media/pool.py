@@ -43,6 +43,8 @@ _GRACE_S = 1.0
 _START_S = 120.0
 # What a decoder may keep of freed memory (glibc): enough for a photo of 12 megapixels and its intermediates.
 KEPT_BYTES = 256 << 20
+# Codecs lose some bytes on some damaged files; a decoder is replaced before that adds up.
+ITEMS_EACH = 20_000
 CRASHED = "the decoder crashed on the content"
 
 
@@ -114,6 +116,8 @@ class DecodePool:
                     return media
             raise AssertionError("unreachable")
         finally:
+            if keep is not None and keep.served >= ITEMS_EACH:
+                keep = None
             if decoder is not None and keep is None:
                 self._parent.end(decoder)
             self._places.put(keep)
@@ -192,6 +196,7 @@ class _Decoder:
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.socket = pid, channel
+        self.served = 0
 
     def run(
         self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, timeout_s: float
@@ -201,6 +206,7 @@ class _Decoder:
         TimeoutError: it is over its time.
         _Lost: it is gone.
         """
+        self.served += 1
         self.socket.settimeout(timeout_s + _GRACE_S)
         try:
             fd = shared_memory(buffers)

@@ -177,7 +177,7 @@ def main() -> int:
         "inputs": sum(outcomes.values()),
         "outcomes": dict(outcomes.most_common()),
         "slowest_s": round(slowest, 2),
-        "decoders_ended": ended,
+        "decoders_replaced": ended,
         "memory_mib": {"early": round(first), "late": round(last), "peak": round(max(memory))},
         "failures": failures,
     }

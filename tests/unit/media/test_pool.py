@@ -99,6 +99,20 @@ def test_content_that_two_decoders_die_of_is_at_fault(pool: DecodePool, monkeypa
     assert pool.decode(STILL, MediaOptions()).modality == "image"
 
 
+def test_a_decoder_is_replaced_after_its_share_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.media.pool.ITEMS_EACH", 3)
+    one = DecodePool(PROCESSOR, Limits(decode_processes=1))
+    try:
+        idle = []
+        for _ in range(6):
+            assert same(one.decode(STILL, MediaOptions()), decode(STILL, MediaOptions(), PROCESSOR, LIMITS))
+            idle.append(one.pids())
+    finally:
+        one.close()
+    assert idle[2] == idle[5] == []
+    assert idle[0] == idle[1] != idle[3] == idle[4]
+
+
 def test_a_decoder_that_does_not_answer_is_ended() -> None:
     pool = DecodePool(PROCESSOR, Limits(decode_processes=1, decode_timeout_s=0.2))
     try:
