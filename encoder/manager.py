@@ -175,11 +175,11 @@ class EncoderCudaGraphManager:
 
     @torch.no_grad()
     def time_eager(self, sizes: Sequence[int]) -> tuple[tuple[int, float], ...]:
-        """(tokens, seconds) of eager runs of these ascending sizes with every segment empty, for `CostTable.eager`; none
-        where the device has no room for such a run.
+        """(tokens, seconds) of eager runs of these ascending sizes with every segment empty, for `CostTable.eager`;
+        none where the device has no room for such a run.
 
-        Seconds of wall time, launches included, from an idle device until it is idle again: the one thread that launches
-        an eager run's hundreds of kernels bounds a small one, while a replay is one launch whatever its size.
+        Wall time from an idle device until it is idle again, launches included: the one thread that launches an eager
+        run's hundreds of kernels bounds a small run, while a replay is one launch whatever its size.
         """
         points: list[tuple[int, float]] = []
         modality = self.config.modalities[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.encoder import TOWERS, build_encoder, build_reference, cast_reference, level_errors, reference_levels
+from encoder.budgets import CostTable
 from encoder.defs import BudgetGraphMetadata, Modality
 from encoder.manager import EncoderCudaGraphManager
 from encoder.preprocess import patchify
@@ -89,8 +90,10 @@ def shallow() -> Towers:
 def make_manager(
     encoder: Qwen3VLVisionEncoder, budgets: Sequence[int], max_batch_size: int = 16
 ) -> EncoderCudaGraphManager:
+    """Costs are by size, so that what fits a graph runs in one."""
+    costs = dict.fromkeys(MODALITIES, CostTable.by_size(budgets))
     manager = EncoderCudaGraphManager(
-        encoder, {m: list(budgets) for m in MODALITIES}, max_batch_size, DEVICE, encoder.dtype
+        encoder, {m: list(budgets) for m in MODALITIES}, max_batch_size, DEVICE, encoder.dtype, costs
     )
     manager.capture()
     return manager

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from encoder.attention import Attention, FlashVarlen
+from encoder.budgets import CostTable
 from encoder.defs import ItemOutput, Modality
 from encoder.manager import EncoderCudaGraphManager
 from tests.gpu.conftest import (
@@ -115,7 +116,8 @@ def test_attention_outputs_that_start_as_nan_in_the_graph(
     recorded = RecordedAttention(inner)
     monkeypatch.setattr(shallow.ours, "attention", recorded)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    manager = EncoderCudaGraphManager(shallow.ours, {modality: [512]}, 16, DEVICE, shallow.ours.dtype)
+    costs = {modality: CostTable.by_size([512])}
+    manager = EncoderCudaGraphManager(shallow.ours, {modality: [512]}, 16, DEVICE, shallow.ours.dtype, costs)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(16, device=DEVICE).isnan().all()
