@@ -14,8 +14,10 @@ CODES: dict[str, tuple[int, str]] = {
     "empty_body": (400, "the request carries no bytes"),
     "malformed_request": (400, "the JSON or multipart body cannot be parsed"),
     "undecodable_media": (400, "the bytes are damaged or cut short"),
+    "unauthorized": (401, "auth.api_keys_file is set, and the request has none of its keys"),
     "not_found": (404, "no such route"),
     "method_not_allowed": (405, "the route exists, the method does not"),
+    "upload_timeout": (408, "no byte of an unfinished body came for limits.upload_idle_s"),
     "body_too_large": (413, "more bytes than limits.max_body_bytes"),
     "too_many_pixels": (413, "a picture over limits.max_pixels"),
     "too_many_frames": (413, "more sampled frames than limits.max_frames"),
@@ -31,7 +33,7 @@ CODES: dict[str, tuple[int, str]] = {
     "fetch_failed": (502, "the URL could not be fetched"),
     "overloaded": (503, "queues are full; retry after the time in Retry-After"),
     "unavailable": (503, "no healthy replica; retry after the time in Retry-After"),
-    "deadline": (504, "limits.deadline_s passed"),
+    "deadline": (504, "limits.deadline_s, or Serve's request_timeout_s, passed"),
     "internal": (500, "a fault of the service"),
 }
 

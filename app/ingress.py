@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.security import HTTPBearer
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from app.auth import Auth, KeyFile
 from app.errors import FovealError
 from app.formats import FORMATS
 from app.formats.types import Rendered
 from app.inputs import read_request
-from app.middleware import NOTES, BodyCap, Envelope, error_response, log_to_stdout, to_foveal_error
+from app.middleware import (
+    HOLD_ITEMS,
+    NOTES,
+    Admission,
+    BodyCap,
+    BodyLimits,
+    Envelope,
+    HeadAsGet,
+    InFlight,
+    error_response,
+    log_to_stdout,
+    to_foveal_error,
+)
 from app.openapi import ENCODE, ERRORS
 from app.pipeline import Pipeline, Timings
 from app.pools import Pools
@@ -47,23 +63,33 @@ class IngressReplica:
             docs_url=None,
             redoc_url=None,
         )
+        keys_file = self._settings.auth.api_keys_file
+        # `Auth` asks for the key, before anything is read; this only states it in /openapi.json.
+        stated = [] if keys_file is None else [Security(HTTPBearer(auto_error=False))]
         api.add_api_route(
             "/v1/encode",
             self.post_encode,
             methods=["POST"],
+            dependencies=stated,
             openapi_extra=ENCODE,
             responses=ERRORS,
             response_model=None,
         )
-        api.add_api_route("/v1/models", self.models)
-        api.add_api_route("/v1/pools", self.pools)
+        api.add_api_route("/v1/models", self.models, dependencies=stated)
+        api.add_api_route("/v1/pools", self.pools, dependencies=stated)
         api.add_api_route("/health", self.health, responses={503: {"description": "a pool is not well"}})
         api.add_api_route("/docs", _page("docs.html"), include_in_schema=False)
         api.add_api_route("/", _page("index.html"), include_in_schema=False)
         api.add_exception_handler(HTTPException, _http_error)
         # The last one added is the outermost.
         limits = self._settings.limits
-        api.add_middleware(BodyCap, max_bytes=limits.max_body_bytes, max_bytes_in_flight=limits.max_bytes_in_flight)
+        self._in_flight = InFlight()
+        body_limits = BodyLimits(limits.max_body_bytes, limits.max_bytes_in_flight)
+        api.add_middleware(BodyCap, limits=body_limits, idle_s=limits.upload_idle_s, in_flight=self._in_flight)
+        api.add_middleware(Admission, max_items=limits.max_items_in_flight, in_flight=self._in_flight)
+        if keys_file is not None:
+            api.add_middleware(Auth, keys=KeyFile(Path(keys_file)))
+        api.add_middleware(HeadAsGet)
         api.add_middleware(Envelope)
         return api
 
@@ -74,6 +100,7 @@ class IngressReplica:
             async with asyncio.timeout(limits.deadline_s):
                 options, sources = await read_request(request, limits)
                 request.scope[NOTES]["items"] = len(sources)
+                request.scope[HOLD_ITEMS](len(sources))
                 items = await self._pipeline.run(sources, options, timings)
                 request.scope[NOTES]["pools"] = [item.pool for item in items]
                 started = time.perf_counter()
@@ -96,8 +123,9 @@ class IngressReplica:
         return {"object": "list", "data": [entry]}
 
     async def pools(self) -> dict[str, Any]:
-        """What each pool is and has done, summed over its replicas."""
-        return {"pools": [view.summary() for view in await self._pools.views()]}
+        """What each pool is and has done, summed over its replicas; what the ingress replica that answers holds."""
+        views = await self._pools.views()
+        return {"pools": [view.summary() for view in views], "in_flight": asdict(self._in_flight)}
 
     async def health(self) -> JSONResponse:
         """200 while every pool has a healthy replica (or none on purpose) and none has latched a fault."""
@@ -110,8 +138,10 @@ class IngressReplica:
 Ingress = serve.deployment(
     name="Ingress",
     ray_actor_options={"num_cpus": 0.25},
-    max_ongoing_requests=128,
-    max_queued_requests=256,
+    # Far over limits.max_items_in_flight, so that it is the ingress who refuses, in its own words, and before it reads.
+    max_ongoing_requests=1024,
+    # Serve's proxy holds the bodies of these. They wait only while there is no replica.
+    max_queued_requests=128,
     health_check_period_s=1,
     health_check_timeout_s=10,
 )(serve.ingress()(IngressReplica))
