@@ -20,6 +20,13 @@ import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+# `serve run` on a Ray instance that is started here, without the dashboard.
+BARE = """
+import ray
+from ray.serve.scripts import cli
+ray.init("local", namespace="serve", include_dashboard=False)
+cli()
+"""
 
 
 class Service:
@@ -29,6 +36,8 @@ class Service:
         change: edits the decoded serve_config.yaml before it is used.
         env: environment variables over the present ones.
         timeout_s: seconds until every pool must be well.
+        haproxy: HAProxy in place of Serve's own proxy.
+        dashboard: Ray's dashboard runs too, as it does by default.
     """
 
     def __init__(
@@ -36,6 +45,8 @@ class Service:
         change: Callable[[dict[str, Any]], None] | None = None,
         env: dict[str, str] | None = None,
         timeout_s: float = 120.0,
+        haproxy: bool = False,
+        dashboard: bool = True,
     ) -> None:
         # Ray's sockets live under this folder, and a socket's path has at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="fov", dir="/tmp"))
@@ -53,13 +64,15 @@ class Service:
             "RAY_TMPDIR": str(self._folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
+            **(_haproxy(self._folder) if haproxy else {}),
             **(env or {}),
         }
+        self._command = [str(Path(sys.executable).parent / "serve")] if dashboard else [sys.executable, "-c", BARE]
         self.start_seconds = 0.0
 
     def __enter__(self) -> Self:
         started = time.monotonic()
-        command = [str(Path(sys.executable).parent / "serve"), "run", str(self._folder / "config.yaml")]
+        command = [*self._command, "run", str(self._folder / "config.yaml")]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -128,6 +141,21 @@ class Service:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
+
+
+def _haproxy(folder: Path) -> dict[str, str]:
+    """Environment for HAProxy as `make serve HAPROXY=1` has it, on files and ports that no other service uses."""
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy" / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "haproxy" / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder / "haproxy"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "haproxy" / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "haproxy" / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+    }
 
 
 def free_port() -> int:
