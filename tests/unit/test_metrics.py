@@ -41,6 +41,7 @@ def test_names_are_unique_and_tags_are_few() -> None:
         "cause",
         "budget",
         "code",
+        "result",
     }
     assert all((metric.kind == "histogram") == bool(metric.buckets) for metric in METRICS)
     assert list(BUCKETS_S) == sorted(set(BUCKETS_S))

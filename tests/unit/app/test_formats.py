@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -73,6 +74,7 @@ def encoded(index: int, dtype: str, video: bool = False, rows: int = 4, columns:
         grid_thw=(2, 4, 8) if video else (1, 4, 4),
         timestamps=np.array([0.25, 1.25], np.float32) if video else None,
         embeddings=values,
+        shape=values.shape,
         dtype=dtype,
         pool="video" if video else "image",
         execution="graph",
@@ -150,6 +152,28 @@ def test_json(dtype: str) -> None:
         "shape": [4, 6],
         "dtype": dtype,
     }
+
+
+@pytest.mark.parametrize("format_", list(FORMATS))
+def test_stored_items_are_told_of_without_their_embeddings(format_: str) -> None:
+    inline = encoded(1, "bfloat16", video=True)
+    stored = replace(inline, embeddings=None, hash="ab" * 32, stored="hit")
+    told = {**FACTS, "hash": "ab" * 32, "stored": "hit", "dtype": "bfloat16", "shape": [4, 6]}
+    rendered = FORMATS[format_]("the model", [stored])
+    body = b"".join(rendered.pieces)
+    assert len(body) == rendered.length
+    if format_ == "json":
+        answer = json.loads(body)
+        extra = {"object": "visual_embedding", "grid_thw": [2, 4, 8], "timestamps": [0.25, 1.25]}
+        assert answer["data"] == [{**told, **extra}]
+        assert answer["usage"] == {"visual_tokens": 4}
+    else:
+        assert {name: tensor.tolist() for name, tensor in load(body).items()} == {
+            "0.grid_thw": [2, 4, 8],
+            "0.timestamps": [0.25, 1.25],
+        }
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        assert json.loads(header["__metadata__"]["items"]) == [told]
 
 
 def test_the_option_names_the_formats() -> None:
