@@ -2,11 +2,14 @@
 #              (HAPROXY=1: through HAProxy, half the overhead; its statistics then listen on all interfaces)
 # make test    install what the tests need as well, and run them
 # make lint    ruff and mypy
+# make cluster three Ray nodes on this machine, parts of which are killed, updated and scaled under load
+# make soak    mixed load and random kills, SOAK_SECONDS long: nothing lost, memory flat
 # make fuzz    mutated media against the intake, FUZZ_SECONDS long
 PYTHON ?= python3
 CONFIG ?= serve_config.yaml
 HAPROXY ?= 0
 FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 1800
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -18,13 +21,19 @@ export RAY_SERVE_ENABLE_HA_PROXY := $(HAPROXY)
 # An ingress that refuses work when full is not down: HAProxy is not to judge it by its answers.
 export RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED := 0
 
-.PHONY: serve test lint fuzz footprint clean
+.PHONY: serve test cluster soak lint fuzz footprint clean
 
 serve: $(VENV)/.serve
 	$(BIN)/serve run $(CONFIG)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+cluster: $(VENV)/.test
+	$(BIN)/python -m pytest tests/cluster -m cluster $(PYTEST_ARGS)
+
+soak: $(VENV)/.test
+	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_SECONDS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

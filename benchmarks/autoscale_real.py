@@ -117,7 +117,7 @@ def measure() -> dict[str, Any]:
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": PUSH_S,
         "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": PUSH_S,
     }
-    with Service(settings, env, timeout_s=300) as service:
+    with Service(settings, env, timeout_s=600, dashboard=False) as service:
         recorder = Recorder(service.url)
         with asking(service.url, png(256, 256, 3).data, 1, 0.5, statuses):
             recorder.watch(10)

@@ -129,7 +129,7 @@ def measure(rounds: int, seconds: float, decoders: int) -> dict[str, Any]:
     videos = 0
     statuses: Counter[int] = Counter()
     env = {"OMP_NUM_THREADS": "1"}
-    with Service(change, env, timeout_s=300) as service:
+    with Service(change, env, timeout_s=600, dashboard=False) as service:
         phase(service.url, [pictures, flood], 8)  # starts every decoder, fills caches
         placed = pin(service)
         for _ in range(rounds):

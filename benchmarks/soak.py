@@ -163,7 +163,7 @@ class Killer:
 def soak(seconds: float, clients: int, seed: int) -> dict[str, Any]:
     """Runs it; the figures, and under "failures" what is wrong with them."""
     asked = requests()
-    with Service(_shorter_deadline, timeout_s=300) as service:
+    with Service(_shorter_deadline, timeout_s=600, dashboard=False) as service:
         references = first_answers(service.url, asked)
         leavers = Leavers(service.url, [r.data for r in asked if references[r.name].status == 200], seed)
         killer, samples = Killer(service, seed), list[Sample]()
@@ -231,18 +231,16 @@ def report(
         "full_health_s": {name: {"median": statistics.median(s), "max": max(s)} for name, s in recovery.items()},
         "memory_mib": {name: round(value / 2**20, 1) for name, value in memory.items() if name != "part"}
         | {"part": round(memory["part"], 4)},
-        "memory_by_kind_mib": {
-            kind: {
-                name: round(value / 2**20, 1)
-                for name, value in growth(samples, lambda s, k=kind: s.memory.get(k, 0), seconds).items()
-                if name in ("median", "over_the_run")
-            }
-            for kind in kinds
-        },
+        "memory_by_kind_mib": {kind: _of_kind(samples, kind, seconds) for kind in kinds},
         "open_files": {name: round(value, 3) for name, value in files.items()},
         "samples": len(samples),
         "failures": failures,
     }
+
+
+def _of_kind(samples: Sequence[Sample], kind: str, seconds: float) -> dict[str, float]:
+    told = growth(samples, lambda s: s.memory.get(kind, 0), seconds)
+    return {name: round(told[name] / 2**20, 1) for name in ("median", "over_the_run")}
 
 
 def _shorter_deadline(config: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from benchmarks.service import ROOT, free_port
 
 ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # replicas are to have their share of the few cores beside the clients
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
     # As configs/kuberay sets them: how soon the controller sees what waits and what works.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",

@@ -48,8 +48,8 @@ def references(cluster: ServiceCluster, requests: list[Request]) -> dict[str, An
 
 @pytest.fixture
 def load(cluster: ServiceCluster, requests: list[Request], references: dict[str, Answer]) -> Callable[[], CheckedLoad]:
-    """Four clients, to be opened by the test."""
-    return lambda: CheckedLoad(cluster.url, requests, references, clients=4, pause_s=0.05)
+    """Two clients, to be opened by the test."""
+    return lambda: CheckedLoad(cluster.url, requests, references, clients=2, pause_s=0.3)
 
 
 @pytest.fixture(scope="session")

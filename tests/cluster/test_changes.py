@@ -29,8 +29,13 @@ def fewer_replicas(config: Config) -> None:
     deployment(config, "ImageGraph")["num_replicas"] = 1
 
 
+def other_batches(config: Config) -> None:
+    deployment(config, "ImageGraph")["user_config"] = {"max_batch_size": 3, "max_queued_items": 200}
+
+
 @pytest.mark.parametrize(
-    ("change", "replaces"), [(changed_limits, True), (more_replicas, False), (fewer_replicas, False)]
+    ("change", "replaces"),
+    [(changed_limits, True), (more_replicas, False), (fewer_replicas, False), (other_batches, False)],
 )
 def test_an_update_fails_no_request(
     cluster: ServiceCluster,
@@ -53,6 +58,9 @@ def test_an_update_fails_no_request(
     assert running.lost == []
     kept = {name: before[name] & {r["pid"] for r in cluster.replicas(name)} for name in names}
     assert all(bool(pids) != replaces for pids in kept.values()), kept
+    if change is other_batches:
+        pools = httpx.get(f"{cluster.url}/v1/pools", timeout=30).json()["pools"]
+        assert {p["name"]: p["max_batch_size"] for p in pools} == {"image": 3, "video": 8, "eager": 4}
 
 
 def test_a_pool_scales_to_zero_and_back(
