@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder import attention
-from encoder.attention import Tiling, choose_attention, choose_tiling
+from encoder.attention import (
+    FlashAttention4,
+    FlashVarlen,
+    SegmentSdpa,
+    Tiling,
+    choose_attention,
+    choose_tiling,
+    missing_package,
+)
 from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets, timed_eager_sizes
 
 
@@ -95,16 +103,32 @@ class Portable(_Named):
     pass
 
 
+CUDA = frozenset({"cuda", "cuda.bindings"})
+FLASH = frozenset({"flash_attn", "flash_attn.cute"})
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "hopper", "chosen"),
+    ("capability", "dtype", "head_dim", "hopper", "packages", "chosen"),
     [
-        ((9, 0), torch.bfloat16, 72, Hopper, Hopper),
-        ((9, 0), torch.float16, 64, Hopper, Hopper),
-        ((9, 0), torch.float32, 72, Hopper, Portable),
-        ((9, 0), torch.bfloat16, 96, Hopper, Portable),
-        ((8, 0), torch.bfloat16, 72, Hopper, Portable),
-        ((10, 0), torch.bfloat16, 72, Hopper, Portable),
-        ((9, 0), torch.bfloat16, 72, Broken, Portable),
+        ((9, 0), torch.bfloat16, 72, Hopper, CUDA, Hopper),
+        ((9, 0), torch.float16, 64, Hopper, CUDA, Hopper),
+        ((9, 0), torch.float32, 72, Hopper, CUDA, Portable),
+        ((9, 0), torch.bfloat16, 96, Hopper, CUDA, Portable),
+        ((8, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
+        ((10, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
+        ((9, 0), torch.bfloat16, 72, Broken, CUDA, Portable),
+        ((9, 0), torch.bfloat16, 72, Hopper, {"cuda"}, Portable),
+        # flash-attn-4 serves where the kernel for Hopper does not run.
+        ((9, 0), torch.bfloat16, 72, Hopper, CUDA | FLASH, Hopper),
+        ((9, 0), torch.bfloat16, 72, Broken, CUDA | FLASH, FlashAttention4),
+        ((9, 0), torch.bfloat16, 96, Hopper, CUDA | FLASH, FlashAttention4),
+        ((10, 0), torch.bfloat16, 72, Hopper, CUDA | FLASH, FlashAttention4),
+        ((12, 0), torch.float16, 64, Hopper, FLASH, FlashAttention4),
+        ((10, 0), torch.float32, 72, Hopper, FLASH, Portable),
+        ((10, 0), torch.bfloat16, 76, Hopper, FLASH, Portable),
+        ((10, 0), torch.bfloat16, 160, Hopper, FLASH, Portable),
+        ((8, 9), torch.bfloat16, 72, Hopper, FLASH, Portable),
+        ((10, 0), torch.bfloat16, 72, Hopper, {"flash_attn"}, Portable),
     ],
 )
 def test_the_attention_of_a_gpu(
@@ -112,12 +136,79 @@ def test_the_attention_of_a_gpu(
     dtype: torch.dtype,
     head_dim: int,
     hopper: type,
+    packages: set[str],
     chosen: type,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "has_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(attention, "FlashAttention4", type("FlashAttention4", (_Named,), {}))
     monkeypatch.setitem(sys.modules, "encoder.attention_sm90", SimpleNamespace(HopperVarlen=hopper))
     monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonVarlen=Portable))
-    assert isinstance(choose_attention(torch.device("cuda"), dtype, head_dim), chosen)
+    assert type(choose_attention(torch.device("cuda"), dtype, head_dim)).__name__ == chosen.__name__
+
+
+def test_a_broken_flash_attn_4_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    monkeypatch.setattr(attention, "missing_package", lambda *names: None)
+    monkeypatch.setattr(attention, "FlashAttention4", Broken)
+    assert isinstance(choose_attention(torch.device("cuda"), torch.bfloat16, 72), FlashVarlen)
+
+
+def test_missing_packages_are_named_outer_first() -> None:
+    assert missing_package("torch", "torch.nn") is None
+    assert missing_package("no_such_package", "no_such_package.part") == "no_such_package"
+    assert missing_package("torch", "torch.no_such_part") == "torch.no_such_part"
+
+
+class TestFlashAttention4:
+    """The adapter over a module of the package's signature that attends segment by segment, reading past their ends."""
+
+    @pytest.fixture(params=[False, True], ids=["output", "output and logsumexp"])
+    def attend(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+
+        def flash_attn_varlen_func(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: None = None, cu_seqlens_q: Any = None, **options: Any
+        ) -> Any:
+            assert q.shape == k.shape == v.shape
+            calls.append(options)
+            assert options["cu_seqlens_k"] is cu_seqlens_q
+            out = torch.full(q.shape, float("nan"))
+            for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
+                scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:]) / q.shape[-1] ** 0.5
+                scores[:, :, end - start :] = -torch.inf
+                # The last tile reaches past the segment, as the package's does: a value there is weighed, if by zero.
+                out[start:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[start:])
+            return (out, None) if request.param else out
+
+        module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=module))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+        return calls
+
+    @pytest.mark.parametrize("head_dim", [64, 72])
+    def test_values_beside_padding_of_nan(self, attend: list[dict[str, Any]], head_dim: int) -> None:
+        adapter = FlashAttention4(head_dim, torch.float32, torch.device("cpu"))
+        lengths, padding = [4, 9, 1], 6
+        used = sum(lengths)
+        qkv = torch.randn(used + padding, 3, 2, head_dim, generator=torch.Generator().manual_seed(0))
+        qkv[used:] = float("nan")
+        bounds = torch.tensor([0, 4, 13, 14, 14, 14], dtype=torch.int32)
+        reference = SegmentSdpa()
+        expected = reference(qkv[:used], reference.plan(bounds, 0, used))
+        out = adapter(qkv, adapter.plan(bounds, 20, len(qkv)))
+        assert out.shape == (used + padding, 2 * head_dim)
+        torch.testing.assert_close(out[:used], expected, rtol=1e-5, atol=1e-6)
+        assert {name: attend[-1][name] for name in ("max_seqlen_q", "max_seqlen_k")} == {
+            "max_seqlen_q": 20,
+            "max_seqlen_k": 20,
+        }
+
+    def test_wrong_values_are_noticed(self, attend: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, **_: v * float("nan"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", wrong)
+        with pytest.raises(RuntimeError, match="wrong values"):
+            FlashAttention4(72, torch.float32, torch.device("cpu"))
