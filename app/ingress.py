@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -17,11 +20,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from app import metrics
 from app.auth import Auth, KeyFile
 from app.errors import FovealError
 from app.formats import FORMATS
 from app.formats.types import Rendered
-from app.inputs import read_request
+from app.inputs import read_call, read_request
 from app.middleware import (
     HOLD_ITEMS,
     NOTES,
@@ -38,9 +42,10 @@ from app.middleware import (
 from app.openapi import ENCODE, ERRORS
 from app.pipeline import Pipeline, Timings
 from app.pools import Pools
+from app.store import Store
 from configs.processor import ProcessorConfig
 from configs.settings import Settings
-from encoder.checkpoint import resolve_checkpoint
+from encoder.checkpoint import digest_checkpoint, read_vision_config, resolve_checkpoint
 
 
 class IngressReplica:
@@ -53,7 +58,8 @@ class IngressReplica:
         self._settings = settings
         self._folder = resolve_checkpoint(settings.model)
         self._pools = Pools({"image": image, "video": video, "eager": eager})
-        self._pipeline = Pipeline(settings, ProcessorConfig.from_checkpoint(self._folder), self._pools)
+        store = None if settings.store.root is None else _open_store(settings, self._folder)
+        self._pipeline = Pipeline(settings, ProcessorConfig.from_checkpoint(self._folder), self._pools, store)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         api = FastAPI(
@@ -84,8 +90,8 @@ class IngressReplica:
         # The last one added is the outermost.
         limits = self._settings.limits
         self._in_flight = InFlight()
-        body_limits = BodyLimits(limits.max_body_bytes, limits.max_bytes_in_flight)
-        api.add_middleware(BodyCap, limits=body_limits, idle_s=limits.upload_idle_s, in_flight=self._in_flight)
+        self._body_limits = BodyLimits(limits.max_body_bytes, limits.max_bytes_in_flight)
+        api.add_middleware(BodyCap, limits=self._body_limits, idle_s=limits.upload_idle_s, in_flight=self._in_flight)
         api.add_middleware(Admission, max_items=limits.max_items_in_flight, in_flight=self._in_flight)
         if keys_file is not None:
             api.add_middleware(Auth, keys=KeyFile(Path(keys_file)))
@@ -95,21 +101,60 @@ class IngressReplica:
 
     async def post_encode(self, request: Request) -> Response:
         """Encodes the items of the body and gives their visual-token embeddings."""
-        limits, timings = self._settings.limits, Timings()
-        try:
-            async with asyncio.timeout(limits.deadline_s):
-                options, sources = await read_request(request, limits)
-                request.scope[NOTES]["items"] = len(sources)
-                request.scope[HOLD_ITEMS](len(sources))
-                items = await self._pipeline.run(sources, options, timings)
-                request.scope[NOTES]["pools"] = [item.pool for item in items]
-                started = time.perf_counter()
-                rendered = await asyncio.to_thread(FORMATS[options.format], self._settings.model, items)
-                timings.note(format=time.perf_counter() - started)
-                timings.note(total=time.perf_counter() - timings.started)
-        except TimeoutError:
-            raise FovealError("deadline", f"limits.deadline_s ({limits.deadline_s:g} s) passed") from None
+        notes, timings = request.scope[NOTES], Timings()
+        async with self._deadline():
+            options, sources = await read_request(request, self._settings.limits)
+            notes["items"] = len(sources)
+            request.scope[HOLD_ITEMS](len(sources))
+            items = await self._pipeline.run(sources, options, timings)
+            notes["pools"] = [item.pool for item in items]
+            if options.deliver == "store":
+                notes["stored"] = [item.stored for item in items]
+            started = time.perf_counter()
+            rendered = await asyncio.to_thread(FORMATS[options.format], self._settings.model, items)
+            timings.note(format=time.perf_counter() - started)
+            timings.note(total=time.perf_counter() - timings.started)
         return PieceResponse(rendered, {"server-timing": timings.header()})
+
+    async def encode(self, media: bytes | list[bytes], **options: Any) -> list[dict[str, Any]]:
+        """The embeddings of one or several media as arrays, for callers inside the cluster: no HTTP.
+
+        `serve.get_app_handle("foveal").encode.remote(media, **options)`; the options are those of `POST /v1/encode`
+        but `format`, each of its own type. The limits and metrics are the same.
+
+        Returns:
+            For each item, in order, a dict of its facts and arrays: see `EncodedItem.arrays`.
+
+        Raises:
+            RuntimeError: its text is the JSON object that is `error` in HTTP: message, type, code and param.
+        """
+        limits, timings, size, held = self._settings.limits, Timings(), 0, 0
+        try:
+            async with self._deadline():
+                parsed, sources = read_call(media, options, limits)
+                received = sum(len(source.data or b"") for source in sources)
+                self._body_limits.check(received, self._in_flight.bytes)
+                held = self._in_flight.hold_items(len(sources), 0, limits.max_items_in_flight)
+                size = received
+                self._in_flight.bytes += size
+                self._in_flight.record()
+                items = await self._pipeline.run(sources, parsed, timings)
+                timings.note(total=time.perf_counter() - timings.started)
+            metrics.BYTES_OUT.record(sum(item.embeddings.nbytes for item in items if item.embeddings is not None))
+            return [item.arrays() for item in items]
+        except asyncio.CancelledError:
+            metrics.CANCELLED.record(1)
+            raise
+        except Exception as error:
+            known = to_foveal_error(error)
+            metrics.ERRORS.record(1, known.code)
+            # A caller need not have our classes.
+            raise RuntimeError(json.dumps(known.envelope()["error"])) from None
+        finally:
+            self._in_flight.items -= held
+            self._in_flight.bytes -= size
+            self._in_flight.record()
+            metrics.BYTES_IN.record(size)
 
     async def models(self) -> dict[str, Any]:
         """The model served, as OpenAI lists it; `root` is the checkpoint's folder."""
@@ -134,6 +179,28 @@ class IngressReplica:
         body = {"status": "ok" if well else "unhealthy", "pools": {view.name: view.state for view in views}}
         return JSONResponse(body, 200 if well else 503)
 
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        deadline_s = self._settings.limits.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                yield
+        except TimeoutError:
+            raise FovealError("deadline", f"limits.deadline_s ({deadline_s:g} s) passed") from None
+
+
+def _open_store(settings: Settings, folder: Path) -> Store:
+    """Raises:
+    ValueError: the largest item could never be stored.
+    """
+    root, max_bytes, max_tokens = settings.store.root, settings.store.max_bytes, settings.limits.max_tokens
+    assert root is not None
+    largest = max_tokens * read_vision_config(folder).width * 4
+    if max_bytes < largest:
+        item = f"the {largest} bytes of one item of limits.max_tokens ({max_tokens})"
+        raise ValueError(f"store.max_bytes ({max_bytes}) is below {item}")
+    return Store(Path(root), max_bytes, settings.store.lease_s, digest_checkpoint(folder))
+
 
 Ingress = serve.deployment(
     name="Ingress",
@@ -144,6 +211,7 @@ Ingress = serve.deployment(
     max_queued_requests=128,
     health_check_period_s=1,
     health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=120,  # limits.deadline_s, by default: an update waits for what is under way
 )(serve.ingress()(IngressReplica))
 
 

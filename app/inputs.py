@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,24 +49,38 @@ async def read_request(request: Request, limits: Limits) -> tuple[EncodeOptions,
     else:
         sources = [Source("body", await request.body())]
     options = parse_options([*query, *fields], limits, typed)
-    if len(sources) > limits.max_items:
-        raise _too_many(limits)
-    for source in sources:
-        if source.data == b"":
-            raise FovealError("empty_body", f"{source.param} has no bytes", source.param)
-    return options, [_checked(source, options) for source in sources]
+    return options, _checked(sources, options, limits)
+
+
+def read_call(media: Any, options: Mapping[str, Any], limits: Limits) -> tuple[EncodeOptions, list[Source]]:
+    """As `read_request`, of a call through a Serve handle: bytes, or a list of them, and the options by name.
+
+    Raises:
+        FovealError: as `read_request`; `format` is refused, as there is nothing to format.
+    """
+    files = [media] if isinstance(media, bytes) else media
+    if not isinstance(files, list) or not files or not all(isinstance(file, bytes) for file in files):
+        raise FovealError("malformed_request", "media: bytes or a list of bytes are wanted", "media")
+    if "format" in options:
+        raise FovealError("invalid_option", "format: a call through a handle is answered with arrays", "format")
+    parsed = parse_options([], limits, options.items())
+    return parsed, _checked([Source(f"media[{i}]", file) for i, file in enumerate(files)], parsed, limits)
 
 
 def _too_many(limits: Limits) -> FovealError:
     return FovealError("too_many_items", f"the request has more than limits.max_items ({limits.max_items}) items")
 
 
-def _checked(source: Source, options: EncodeOptions) -> Source:
-    if source.claims and options.modality not in ("auto", source.claims):
-        raise FovealError(
-            "invalid_option", f"{source.param} says {source.claims}, but modality is {options.modality}", "modality"
-        )
-    return source
+def _checked(sources: list[Source], options: EncodeOptions, limits: Limits) -> list[Source]:
+    if len(sources) > limits.max_items:
+        raise _too_many(limits)
+    for source in sources:
+        if source.data == b"":
+            raise FovealError("empty_body", f"{source.param} has no bytes", source.param)
+        if source.claims and options.modality not in ("auto", source.claims):
+            message = f"{source.param} says {source.claims}, but modality is {options.modality}"
+            raise FovealError("invalid_option", message, "modality")
+    return sources
 
 
 class _FormParser(MultiPartParser):

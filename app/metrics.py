@@ -18,8 +18,18 @@ FORMAT_SECONDS = Metric("foveal_format_seconds", "histogram", (), "an answered r
 TOTAL_SECONDS = Metric(
     "foveal_total_seconds", "histogram", (), "an answered request: from its headers to its response's", BUCKETS_S
 )
-BYTES_IN = Metric("foveal_bytes_in", "counter", (), "bytes of request bodies received; fetched URLs do not count")
-BYTES_OUT = Metric("foveal_bytes_out", "counter", (), "bytes of response bodies sent, on all routes")
+BYTES_IN = Metric(
+    "foveal_bytes_in",
+    "counter",
+    (),
+    "bytes of request bodies, and of media in handle calls, received; fetched URLs do not count",
+)
+BYTES_OUT = Metric(
+    "foveal_bytes_out",
+    "counter",
+    (),
+    "bytes of response bodies, and of embeddings in handle calls, sent, on all routes",
+)
 ERRORS = Metric(
     "foveal_errors",
     "counter",

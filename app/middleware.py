@@ -114,6 +114,18 @@ class InFlight:
     items: int = 0
     bytes: int = 0
 
+    def hold_items(self, items: int, held: int, max_items: int) -> int:
+        """Holds `items` for a request that holds `held` of them so far, and gives `items`.
+
+        Raises:
+            FovealError: `overloaded`, with others in flight they would be over `max_items`.
+        """
+        others = self.items - held
+        if others and others + items > max_items:
+            raise FovealError("overloaded", "the items in flight are limits.max_items_in_flight", None, 1)
+        self.items = others + items
+        return items
+
     def record(self) -> None:
         ITEMS_IN_FLIGHT.record(self.items)
         BYTES_IN_FLIGHT.record(self.bytes)
@@ -137,10 +149,7 @@ class Admission:
 
         def hold(items: int) -> None:
             nonlocal held
-            others = self._in_flight.items - held
-            if others and others + items > self._max_items:
-                raise FovealError("overloaded", "the items in flight are limits.max_items_in_flight", None, 1)
-            self._in_flight.items, held = others + items, items
+            held = self._in_flight.hold_items(items, held, self._max_items)
 
         try:
             hold(1)

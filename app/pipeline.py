@@ -66,19 +66,12 @@ class Pipeline:
 
     Args:
         store: where `deliver=store` puts embeddings; None: nowhere.
-        checkpoint: the digest of what the pools serve, for the names in the store.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        processor: ProcessorConfig,
-        pools: Pools,
-        store: Store | None = None,
-        checkpoint: str = "",
+        self, settings: Settings, processor: ProcessorConfig, pools: Pools, store: Store | None = None
     ) -> None:
-        self._settings, self._processor, self._pools = settings, processor, pools
-        self._store, self._checkpoint = store, checkpoint
+        self._settings, self._processor, self._pools, self._store = settings, processor, pools, store
         self._decoder = DecodePool(processor, settings.limits)
         self._waiters = ThreadPoolExecutor(settings.limits.decode_processes, thread_name_prefix="decode")
         self._files = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
@@ -99,7 +92,7 @@ class Pipeline:
                 options = options.model_copy(update={"dtype": compute_dtype})
             name = partial(
                 item_hash,
-                checkpoint=self._checkpoint,
+                checkpoint=self._store.checkpoint,
                 compute_dtype=compute_dtype,
                 dtype=options.dtype,
                 pooling=options.pooling,

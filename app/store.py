@@ -97,12 +97,15 @@ class Store:
 
     Files and folders that are not named as above are neither counted nor touched.
 
+    Args:
+        checkpoint: the digest that the names of its files cover.
+
     Raises:
         OSError: the folder cannot be made, written or locked.
     """
 
-    def __init__(self, root: Path, max_bytes: int, lease_s: float) -> None:
-        self._root, self._max_bytes, self._lease_s = root, max_bytes, lease_s
+    def __init__(self, root: Path, max_bytes: int, lease_s: float, checkpoint: str = "") -> None:
+        self._root, self._max_bytes, self._lease_s, self.checkpoint = root, max_bytes, lease_s, checkpoint
         # A heap of what the last scan found. What has changed or come since was used since.
         self._idle: list[_File] = []
         self._scanned = -math.inf

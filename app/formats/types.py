@@ -50,6 +50,16 @@ class EncodedItem:
         names += ["hash", "stored", "dtype"]
         return {**{name: getattr(self, name) for name in names}, "shape": list(self.shape)}
 
+    def arrays(self) -> dict[str, Any]:
+        """The facts, and the arrays as they are: what a call through a Serve handle is answered with.
+
+        `grid_thw` int64 [3], `timestamps` float32 [t] of a video, `dtype`, and unless stored `embeddings`
+        [rows, columns], bfloat16 as its bits in uint16.
+        """
+        told = {**self.facts(), "dtype": self.dtype, "grid_thw": np.array(self.grid_thw, np.int64)}
+        arrays = {"timestamps": self.timestamps, "embeddings": self.embeddings}
+        return told | {name: array for name, array in arrays.items() if array is not None}
+
 
 @dataclass(frozen=True)
 class Rendered:
