@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -149,32 +149,39 @@ def _check(outputs: Sequence[Any]) -> None:
             raise output
 
 
-def decode_rate(media: Sequence[Medium], settings: Settings, seconds: float, processes: int) -> float:
-    """Files a second over so many processes of one thread each."""
+def decode_rates(
+    files: Mapping[str, Sequence[Medium]], settings: Settings, seconds: float, processes: int
+) -> dict[str, float]:
+    """Files of each mix a second, over so many processes of one thread each."""
     context = multiprocessing.get_context("spawn")
     barrier, rates = context.Barrier(processes), context.Queue()
     children = [
-        context.Process(target=_decode_for, args=(list(media), settings, seconds, barrier, rates))
+        context.Process(target=_decode_for, args=(dict(files), settings, seconds, barrier, rates))
         for _ in range(processes)
     ]
     for child in children:
         child.start()
-    found = [rates.get(timeout=180) for _ in children]
+    found = [rates.get(timeout=300) for _ in children]
     for child in children:
         child.join()
-    return sum(found)
+    return {name: sum(rate[name] for rate in found) for name in files}
 
 
-def _decode_for(media: Sequence[Medium], settings: Settings, seconds: float, barrier: Any, rates: Any) -> None:
+def _decode_for(
+    files: Mapping[str, Sequence[Medium]], settings: Settings, seconds: float, barrier: Any, rates: Any
+) -> None:
     torch.set_num_threads(1)
     processor = ProcessorConfig.from_checkpoint(resolve_checkpoint(settings.model))
-    decode_one(media[0], settings, processor)
-    barrier.wait()
-    started, done = time.perf_counter(), 0
-    while time.perf_counter() - started < seconds:
-        decode_one(media[done % len(media)], settings, processor)
-        done += 1
-    rates.put(done / (time.perf_counter() - started))
+    found = {}
+    for name, media in files.items():
+        decode_one(media[0], settings, processor)
+        barrier.wait()
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < seconds:
+            decode_one(media[done % len(media)], settings, processor)
+            done += 1
+        found[name] = done / (time.perf_counter() - started)
+    rates.put(found)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -185,9 +192,9 @@ def run(job: Job) -> dict[str, Any]:
     files = {name: list(make_mix(name, made, job.scale).media)[:DECODED] for name in job.mixes}
     decoded = {name: [decode_one(m, settings, processor) for m in media] for name, media in files.items()}
     found: dict[str, Any] = {"job": {k: v for k, v in asdict(job).items() if k != "args"}, "mixes": {}}
-    # Seconds and items of each mix, by modality: a mixture costs the sum of its parts.
-    for name, media in files.items():
-        found["mixes"][name] = {"decode_s": decode_rate(media, settings, job.seconds, job.decoders)}
+    for name, rate in decode_rates(files, settings, job.seconds, job.decoders).items():
+        found["mixes"][name] = {"decode_s": rate}
+    # Seconds, items and tokens of each mix, by modality: a mixture costs the sum of its parts.
     parts: dict[str, list[tuple[float, int, int]]] = {name: [] for name in files}
     modalities: tuple[Literal["image", "video"], ...] = ("image", "video")
     for modality in modalities:

@@ -494,7 +494,7 @@ def encoder_ceilings(options: argparse.Namespace, folder: str, mixes: Sequence[s
         "video": options.video,
         "clips": options.clips,
         "scale": options.scale,
-        "seconds": 1.0 if options.quick else 3.0,
+        "seconds": 0.7 if options.quick else 1.5,
         "decoders": options.cores,
     }
     # A replica has as many threads as Ray gives it: one for a fraction of a core.
