@@ -7,6 +7,7 @@ listed in both and leaves the others alone.
 
 GPU times are CUDA event pairs around each repetition: median, 10th and 90th percentile. The weights of the full tower
 are many times the L2 cache, so each replay reads them from memory; served rows rotate over several inputs as well.
+A row whose package is not installed says so.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from encoder.attention import Attention, FlashVarlen, SegmentSdpa, has_triton
+from encoder.attention import Attention, FlashAttention4, FlashVarlen, SegmentSdpa, has_triton, missing_package
 from encoder.budgets import default_token_budgets
-from encoder.defs import Modality
+from encoder.defs import Modality, Stop
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph
 from encoder.manager import EncoderCudaGraphManager
 from encoder.ops import Ops, TorchOps
@@ -68,6 +69,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 MAX_BATCH_SIZE = 16
 ROTATED = 4
+SLOTS = 64  # segments that the graph of the "as vLLM does it" row has room for
+COMPILED = "transformers compiled, best mode"
 PACKED = "flash_torch_varlen"
 Grid = tuple[int, int, int]
 
@@ -312,31 +315,71 @@ class CudnnDense:
         return out.transpose(1, 2).reshape(rows, heads * dim)
 
 
+class TorchNormsAndGelu(TorchOps):
+    """PyTorch's own norms and GELU, and the rotary kernel of `ops`."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._ops.rotary_(qkv, cos, sin)
+
+
 @dataclass
-class ExactGraph:
-    """A graph of one batch's own shape: no padding, no empty segment, the tightest longest segment."""
+class BatchGraph:
+    """A graph of one batch. `output` is [budget, width]; its leading rows are the batch's."""
 
     graph: CapturedGraph
     output: torch.Tensor
     keep: tuple[Any, ...]
 
 
-def capture_exact(
-    encoder: Qwen3VLVisionEncoder, column: Column, frames: Sequence[torch.Tensor], attention: Attention, ops: Ops
-) -> ExactGraph:
+def power_of_two(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length()
+
+
+def manager_slots(column: Column) -> int:
+    """Segments that a manager's graph of the column's modality has room for, and never fewer than one item's."""
+    return MAX_BATCH_SIZE * (max(8, column.grids[0][0]) if column.modality == "video" else 1)
+
+
+def capture_batch(
+    encoder: Qwen3VLVisionEncoder,
+    column: Column,
+    frames: Sequence[torch.Tensor],
+    attention: Attention,
+    ops: Ops,
+    budget: int | None = None,
+    slots: int | None = None,
+) -> BatchGraph:
+    """Captures a graph that already holds the batch of `column`.
+
+    Args:
+        budget: tokens that the graph has room for, any layout of them; None: the batch's own shape, no padding and the
+            tightest longest segment.
+        slots: segments that it has room for, a multiple of the items' temporal patches; None: the batch's.
+    """
     served, encoder.attention, encoder.ops = (encoder.attention, encoder.ops), attention, ops
+    segments, length = column.frames_per_segment
     t_capture, encoder.t_capture = encoder.t_capture, column.grids[0][0]
     try:
-        batch = batch_of(column, frames)
-        pixels = torch.empty(column.patches, 1536, dtype=encoder.dtype, device=encoder.device)
+        batch, rows = batch_of(column, frames), (budget or column.tokens) * 4
+        pixels = torch.zeros(rows, 1536, dtype=encoder.dtype, device=encoder.device)
         encoder.write_encoder_cudagraph_input(batch, pixels)
-        filled = encoder.prepare_encoder_cudagraph_replay_buffers(batch, column.tokens, column.items).buffers
-        buffers = {name: value.to(encoder.device) for name, value in filled.items() if value is not None}
-        buffers["max_seqlen"] = torch.tensor(column.frames_per_segment[1], dtype=torch.int32)
-        output = torch.empty(column.tokens, encoder.config.width, dtype=encoder.dtype, device=encoder.device)
+        items = (slots or segments) // encoder.t_capture
+        filled = encoder.prepare_encoder_cudagraph_replay_buffers(batch, rows // 4, items).buffers
+        buffers = {}
+        for name, value in filled.items():
+            if value is not None:
+                buffers[name] = value.to(encoder.device)
+                if value.is_floating_point():
+                    buffers[name] = torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=encoder.device)
+                    buffers[name][: len(value)] = value
+        buffers["max_seqlen"] = torch.tensor(rows if budget else length, dtype=torch.int32)
+        output = torch.empty(rows // 4, encoder.config.width, dtype=encoder.dtype, device=encoder.device)
 
-        def run() -> None:
-            encoder.encoder_cudagraph_forward(pixels, buffers, output)
+        def run(stop: Stop | None = None) -> None:
+            encoder.encoder_cudagraph_forward(pixels, buffers, output, stop)
 
         graph: CapturedGraph
         if encoder.device.type == "cuda":
@@ -344,19 +387,19 @@ def capture_exact(
         else:
             # The stand-in runs the callable anew, so it keeps what this graph was made with.
             graph = CpuStaticGraph(_bound(encoder, attention, ops, run))
-        return ExactGraph(graph, output, (pixels, buffers))
+        return BatchGraph(graph, output, (pixels, buffers))
     finally:
         encoder.attention, encoder.ops = served
         encoder.t_capture = t_capture
 
 
 def _bound(
-    encoder: Qwen3VLVisionEncoder, attention: Attention, ops: Ops, run: Callable[[], None]
-) -> Callable[[], None]:
-    def bound() -> None:
+    encoder: Qwen3VLVisionEncoder, attention: Attention, ops: Ops, run: Callable[[Stop | None], None]
+) -> Callable[[Stop | None], None]:
+    def bound(stop: Stop | None) -> None:
         served, encoder.attention, encoder.ops = (encoder.attention, encoder.ops), attention, ops
         try:
-            run()
+            run(stop)
         finally:
             encoder.attention, encoder.ops = served
 
@@ -434,12 +477,18 @@ class Report:
             "rows": {},
             "served": {},
             "errors": {},
+            "absent": {},
             "failures": [],
             "seconds": {},
         }
 
     def cell(self, row: str, column: Column, timing: dict[str, Any]) -> None:
         self.data["rows"].setdefault(row, {})[column.name] = timing
+
+    def absent(self, row: str, reason: str) -> None:
+        """Keeps the row's place in the table."""
+        self.data["rows"].setdefault(row, {})
+        self.data["absent"][row] = reason
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -506,38 +555,55 @@ class Benchmark:
         self.theirs.config._attn_implementation = "sdpa"
 
     def reference_compiled(self, seconds: float) -> None:
-        """The best of two modes, with packed attention and the metadata passed in, until the time is used up."""
-        deadline = time.perf_counter() + seconds
-        self.theirs.config._attn_implementation = PACKED
-        side = self.theirs.num_grid_per_side
-        for column, mode in itertools.product(self.columns, ("default", "reduce-overhead")):
-            if time.perf_counter() > deadline:
-                break
-            with self.report.part(f"transformers compiled, {mode}, {column.name}"):
-                torch._dynamo.reset()
-                compiled = torch.compile(self.theirs, mode=mode, dynamic=False)
-                patches, grids = self.patches(column).to(self.dtype), self.grids[column]
-                metadata = reference_metadata(grids, side)
-                timing = self.clock.busy(
-                    lambda p=patches, g=grids, c=compiled, m=metadata: c(p, grid_thw=g, **m),  # type: ignore[misc]
-                    warm=5,
-                )
-                best = self.report.data["rows"].get("transformers compiled", {}).get(column.name)
-                if best is None or timing["ms"] < best["ms"]:
-                    self.report.cell("transformers compiled", column, {**timing, "mode": mode})
-        self.theirs.config._attn_implementation = "sdpa"
-        torch._dynamo.reset()
+        """In a process of its own, which is ended when the time is used up; the cells that it finished count."""
+        if not seconds:
+            self.report.absent(COMPILED, "measured only with --compile")
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            lines, log = Path(folder) / "cells", Path(folder) / "log"
+            command = [sys.executable, "-m", "benchmarks.encoder", "--model", self.model]
+            command += ["--compiled-on", str(self.device), "--seconds-a-cell", str(self.clock.seconds)]
+            with lines.open("w") as out, log.open("w") as errors:
+                try:
+                    subprocess.run(command, stdout=out, stderr=errors, timeout=seconds, check=True)
+                    reason = "failed"
+                except subprocess.TimeoutExpired:
+                    reason = f"not done within {seconds:g} s"
+                except subprocess.CalledProcessError as error:
+                    reason = f"exit code {error.returncode}: {' '.join(log.read_text()[-600:].split())}"
+            cells = self.report.data["rows"].setdefault(COMPILED, {})
+            for line in lines.read_text().splitlines():
+                cell = json.loads(line)
+                if "error" in cell:
+                    self.report.data["failures"].append({"part": f"{COMPILED}, {cell['column']}", **cell})
+                elif cell["timing"]["ms"] < cells.get(cell["column"], {"ms": float("inf")})["ms"]:
+                    cells[cell["column"]] = {**cell["timing"], "mode": cell["mode"]}
+            if len(cells) < len(self.columns):
+                self.report.absent(COMPILED, reason)
+            else:
+                del self.report.data["absent"][COMPILED]
 
-    def exact(self, row: str, attention: Attention, ops: Ops) -> None:
+    def graph(
+        self,
+        row: str,
+        attention: Attention,
+        ops: Ops,
+        budget: Callable[[int], int] | None = None,
+        slots: Callable[[Column], int] | None = None,
+    ) -> None:
+        """A row of graphs, each of its column's batch. budget: from the tokens; None: the exact shape."""
         for column in self.columns:
             with self.report.part(f"{row}, {column.name}"):
-                exact = capture_exact(self.ours, column, self.inputs[column], attention, ops)
-                exact.output.fill_(float("nan"))
-                exact.graph.replay()
+                room = budget(column.tokens) if budget else None
+                segments = slots(column) if slots else None
+                captured = capture_batch(self.ours, column, self.inputs[column], attention, ops, room, segments)
+                captured.output.fill_(float("nan"))
+                captured.graph.replay()
                 self.clock.synchronize()
-                errors = self._errors(column, exact.output)
-                self.report.cell(row, column, {**self.clock.busy(exact.graph.replay), "errors": errors})
-                del exact
+                errors = self._errors(column, captured.output[: column.tokens])
+                timing = self.clock.busy(captured.graph.replay)
+                self.report.cell(row, column, {**timing, "errors": errors, "budget": room or column.tokens})
+                del captured
 
     def _errors(self, column: Column, rows: torch.Tensor) -> list[float] | None:
         if column not in self.expected:
@@ -636,6 +702,44 @@ class Benchmark:
 
             found[column.name] = {"cached": self.clock.wall(fill), "uncached": self.clock.wall(uncached)}
 
+    def graphs(self) -> None:
+        """The rows of graphs that are made for one batch, ours last."""
+        ours, ops, device = self.ours.attention, self.ours.ops, self.device
+        flash: Attention = FlashVarlen() if self.clock.cuda else SegmentSdpa()
+        self.graph(f"plain graph, exact shape, {flash.name}", flash, TorchOps())
+        exact = "fused graph, exact shape"
+        if self.clock.cuda:
+            self.graph(f"{exact}, cudnn-dense", CudnnDense(), ops)
+        else:
+            self.report.absent(f"{exact}, cudnn-dense", "needs CUDA")
+        four = f"{exact}, flash-attn-4"
+        lacking = missing_package("flash_attn", "flash_attn.cute")
+        if not self.clock.cuda or lacking:
+            self.report.absent(
+                four, f"the package flash-attn-4 (module {lacking}) is not installed" if lacking else "CPU"
+            )
+        else:
+            with self.report.part("load flash-attn-4"):
+                self.graph(four, FlashAttention4(self.ours.config.head_dim, self.dtype, device), ops)
+        if has_triton(device):
+            from encoder.kernels import TritonVarlen
+
+            if ours.name != TritonVarlen.name:
+                self.graph(f"{exact}, {TritonVarlen.name}", TritonVarlen(), ops)
+        else:
+            self.report.absent(f"{exact}, triton-varlen", "needs Triton and CUDA")
+        self.graph(f"{exact}, {flash.name}", flash, ops)
+        self.graph(f"the same in a power-of-two budget, {flash.name}", flash, ops, power_of_two, manager_slots)
+        self.graph(
+            f"as vLLM does it: {flash.name}, torch norms and GELU, power-of-two budget, {SLOTS} slots",
+            flash,
+            TorchNormsAndGelu(ops),
+            power_of_two,
+            lambda column: SLOTS,
+        )
+        self.graph(f"ours, exact shape, {ours.name}", ours, ops)
+        self.graph(f"ours in a power-of-two budget, {ours.name}", ours, ops, power_of_two, manager_slots)
+
     def run(self, quick: bool, compile_seconds: float) -> None:
         part = self.report.part
         with part("floor"):
@@ -644,23 +748,10 @@ class Benchmark:
             self.reference_values()
         with part("transformers eager"):
             self.reference_eager()
-        if compile_seconds:
-            with part("transformers compiled"):
-                self.reference_compiled(compile_seconds)
+        # Its place in the table; measured last, so that a run cut short keeps the rest.
+        self.report.absent(COMPILED, "not measured")
         self.report.data["attention"] = self.ours.attention.name
-        attentions: list[Attention] = [self.ours.attention]
-        plain: Attention = SegmentSdpa()
-        if self.clock.cuda:
-            plain = FlashVarlen()
-            others: list[Attention] = [CudnnDense(), FlashVarlen()]
-            if has_triton(self.device):
-                from encoder.kernels import TritonVarlen
-
-                others.insert(0, TritonVarlen())
-            attentions += [a for a in others if a.name != self.ours.attention.name]
-        self.exact("plain graph, exact shape", plain, TorchOps())
-        for attention in attentions:
-            self.exact(f"ours, exact shape, {attention.name}", attention, self.ours.ops)
+        self.graphs()
         long = [c for c in self.columns if c.grids[0][0] > self.ours.t_capture]
         short = [c for c in self.columns if c not in long]
         with part("capture"):
@@ -687,6 +778,35 @@ class Benchmark:
         if not quick:
             with part("capture in fresh processes"):
                 self.report.data["capture"] = capture_in_fresh_processes(self.model, self.device)
+        with part(COMPILED):
+            self.reference_compiled(compile_seconds)
+
+
+# --- the compiled reference ---
+
+
+def compiled_here(model: str, clock: Clock) -> None:
+    """Prints a JSON line for every column and mode of the compiled reference, with packed attention and the metadata
+    passed in. One compilation a mode serves all shapes."""
+    dtype = torch.bfloat16 if clock.cuda else torch.float32
+    tower = build_reference(TOWERS[model], clock.device, dtype)
+    tower.config._attn_implementation = PACKED
+    for mode in ("reduce-overhead", "default"):
+        torch._dynamo.reset()
+        compiled = torch.compile(tower, mode=mode, dynamic=True)
+        for column in columns_of(model):
+            cell: dict[str, Any] = {"column": column.name, "mode": mode}
+            patches = torch.rand(column.patches, 1536, device=clock.device).mul_(2).sub_(1).to(dtype)
+            grids = torch.tensor(column.grids, device=clock.device)
+            metadata = reference_metadata(grids, tower.num_grid_per_side)
+            try:
+                cell["timing"] = clock.busy(
+                    lambda p=patches, g=grids, c=compiled, m=metadata: c(p, grid_thw=g, **m),  # type: ignore[misc]
+                    warm=5,
+                )
+            except Exception as error:
+                cell |= {"error": repr(error)[:500], "trace": traceback.format_exc()[-3000:]}
+            print(json.dumps(cell), flush=True)
 
 
 # --- capture times ---
@@ -745,6 +865,7 @@ def capture_here(model: str, device: torch.device) -> dict[str, Any]:
             "taken_mib": (before - after) / 2**20,
             "kept_after_clear_mib": (before - free()) / 2**20,
             "costs_ms": {m: {b: s * 1e3 for b, s in c.graph.items()} for m, c in manager.costs.items()},
+            "eager_ms": {m: {n: s * 1e3 for n, s in c.eager} for m, c in manager.costs.items()},
         }
         del manager
     return found
@@ -766,8 +887,18 @@ def markdown(data: dict[str, Any]) -> str:
             f"{found['copy_gbs']:.4g} GB/s (copy, read and written)"
         )
     lines += ["", "Milliseconds, median (10th to 90th percentile).", ""]
-    lines += _table(["", *columns], [[name, *(_time(cells.get(c)) for c in columns)] for name, cells in rows.items()])
-    exact_rows = {n: cells for n, cells in rows.items() if n.startswith("ours, exact shape")}
+    absent = data["absent"]
+    body = [
+        [name, *(_time(cells.get(c)) or ("n/a" if name in absent else "") for c in columns)]
+        for name, cells in rows.items()
+    ]
+    served, floor = rows.get("ours as served: GPU time", {}), rows.get("floor", {})
+    body.append(["ours as served: GPU time / floor", *(_ratio(served.get(c), floor.get(c)) for c in columns)])
+    lines += _table(["", *columns], body)
+    lines += ["", *(f"- n/a, {name}: {reason}" for name, reason in absent.items())]
+    if any("flash-attn-2" in name for name in rows):
+        lines += ["", "flash-attn-2 is PyTorch's own variable-length kernel (`aten._flash_attention_forward`)."]
+    exact_rows = {n: cells for n, cells in rows.items() if ", exact shape, " in n and not n.startswith("plain")}
     for row, cells in data["served"].items():
         lines += ["", f"## {row}: the cells", ""]
         body = []
@@ -874,17 +1005,26 @@ def main() -> None:
     parser.add_argument("--model", choices=TOWERS, help="full: Qwen3-VL-8B's; default: full on CUDA, else tiny")
     parser.add_argument("--quick", action="store_true", help="short measurements, no capture in fresh processes")
     parser.add_argument(
-        "--compile", type=float, default=0, metavar="SECONDS", help="measure transformers compiled too, for so long"
+        "--compile",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="measure transformers compiled too, at most for so long",
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--capture-on", metavar="DEVICE", help="only time the capture there and print it as JSON")
+    parser.add_argument("--compiled-on", metavar="DEVICE", help="only time the compiled reference there, likewise")
+    parser.add_argument("--seconds-a-cell", type=float, default=0.6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
-    device = torch.device(options.capture_on or ("cuda:0" if cuda else "cpu"))
+    device = torch.device(options.capture_on or options.compiled_on or ("cuda:0" if cuda else "cpu"))
     model = options.model or ("full" if device.type == "cuda" else "tiny")
     torch.set_grad_enabled(False)
     if options.capture_on:
         print(json.dumps(capture_here(model, device)))
+        return
+    if options.compiled_on:
+        compiled_here(model, Clock(device, options.seconds_a_cell))
         return
     # The float32 reference in true float32.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

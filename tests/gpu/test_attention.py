@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from encoder.attention import Attention, FlashVarlen, choose_attention
+from encoder.attention import Attention, FlashAttention4, FlashVarlen, choose_attention, missing_package
 from encoder.graph import CudaGraph
 from tests.gpu.conftest import DEVICE, bounds_of, relative_error, worst_row_error
 
@@ -125,6 +125,30 @@ def test_one_captured_graph_serves_every_layout(kind: str, dtype: torch.dtype, h
     layouts: list[list[int]] = [[4], [rows], [60] * 16, [32] * 32, [196, 4, 784], [1000], [4], [1] * 32, [512, 512]]
     for seed, lengths in enumerate(layouts):
         qkv.copy_(make_qkv(rows, head_dim, dtype, seed))
+        qkv[sum(lengths) :] = float("nan")
+        bounds.copy_(bounds_of(lengths, slots - len(lengths)))
+        results[-1].fill_(float("nan"))
+        graph.replay()
+        check(results[-1], qkv, lengths)
+
+
+@pytest.mark.skipif(
+    missing_package("flash_attn", "flash_attn.cute") is not None, reason="needs the optional package flash-attn-4"
+)
+def test_flash_attention_4() -> None:
+    """Eagerly, and one captured graph for every layout, with rows of NaN after the last segment."""
+    attention, rows, slots = FlashAttention4(72, torch.bfloat16, DEVICE), 4608, 48
+    qkv, bounds = make_qkv(rows, 72, torch.bfloat16), bounds_of([rows], slots - 1)
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results.append(attention(qkv, attention.plan(bounds, rows, rows)))
+
+    graph = CudaGraph(run, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+    for seed, lengths in enumerate(layout for layout in LAYOUTS.values() if sum(layout) <= rows):
+        qkv.copy_(make_qkv(rows, 72, torch.bfloat16, seed))
+        qkv[sum(lengths) :] = float("nan")
+        check(attention(qkv, attention.plan(bounds_of(lengths), rows, rows)), qkv, lengths)
         qkv[sum(lengths) :] = float("nan")
         bounds.copy_(bounds_of(lengths, slots - len(lengths)))
         results[-1].fill_(float("nan"))
