@@ -15,8 +15,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 export RAY_USAGE_STATS_ENABLED := 0
-# Serve's own proxy drops the headers by which a client could override the service's limits.
+# What guards Serve's own proxy: bodies are capped before it buffers them, and Serve's errors get our form.
 export RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH := app.middleware.at_proxy
+# limits.max_body_bytes, which the proxy cannot know.
+export FOVEAL_MAX_BODY_BYTES ?= 67108864
 export RAY_SERVE_ENABLE_HA_PROXY := $(HAPROXY)
 # An ingress that refuses work when full is not down: HAProxy is not to judge it by its answers.
 export RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED := 0
@@ -24,7 +26,7 @@ export RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED := 0
 .PHONY: serve test cluster soak lint fuzz footprint clean
 
 serve: $(VENV)/.serve
-	$(BIN)/serve run $(CONFIG)
+	$(BIN)/python -m app $(CONFIG)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

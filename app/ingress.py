@@ -47,6 +47,8 @@ from configs.processor import ProcessorConfig
 from configs.settings import Settings
 from encoder.checkpoint import digest_checkpoint, read_vision_config, resolve_checkpoint
 
+GRACE_S = 120.0  # limits.deadline_s, by default: who stops a replica waits for what is under way
+
 
 class IngressReplica:
     """Takes HTTP requests, decodes their media and has the pools encode them."""
@@ -175,9 +177,15 @@ class IngressReplica:
     async def health(self) -> JSONResponse:
         """200 while every pool has a healthy replica (or none on purpose) and none has latched a fault."""
         views = await self._pools.views()
-        well = all(view.well for view in views)
-        body = {"status": "ok" if well else "unhealthy", "pools": {view.name: view.state for view in views}}
+        well = all(view.well for view in views) and not self._in_flight.stopping
+        status = "stopping" if self._in_flight.stopping else "ok" if well else "unhealthy"
+        body = {"status": status, "pools": {view.name: view.state for view in views}}
         return JSONResponse(body, 200 if well else 503)
+
+    async def drain(self) -> int:
+        """Refuses requests from now on, and tells how many items are still under way. For who stops the service."""
+        self._in_flight.stopping = True
+        return self._in_flight.items
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -211,7 +219,7 @@ Ingress = serve.deployment(
     max_queued_requests=128,
     health_check_period_s=1,
     health_check_timeout_s=10,
-    graceful_shutdown_timeout_s=120,  # limits.deadline_s, by default: an update waits for what is under way
+    graceful_shutdown_timeout_s=GRACE_S,
 )(serve.ingress()(IngressReplica))
 
 

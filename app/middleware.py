@@ -113,13 +113,17 @@ class InFlight:
 
     items: int = 0
     bytes: int = 0
+    stopping: bool = False  # refuses new requests
 
     def hold_items(self, items: int, held: int, max_items: int) -> int:
         """Holds `items` for a request that holds `held` of them so far, and gives `items`.
 
         Raises:
-            FovealError: `overloaded`, with others in flight they would be over `max_items`.
+            FovealError: `overloaded`, with others in flight they would be over `max_items`; `unavailable`, on a new
+                request once it is stopping.
         """
+        if self.stopping and not held:
+            raise FovealError("unavailable", "the service is stopping", None, 5)
         others = self.items - held
         if others and others + items > max_items:
             raise FovealError("overloaded", "the items in flight are limits.max_items_in_flight", None, 1)

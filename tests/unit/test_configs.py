@@ -11,6 +11,8 @@ import yaml
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
+from app.__main__ import grace_s
+from app.ingress import Ingress
 from configs.settings import Settings
 from deployments.autoscaling import QueuedWorkPolicy
 
@@ -37,6 +39,25 @@ def test_serve_and_our_settings_take_it(name: str) -> None:
     Settings.model_validate(application.args)
     assert {d.name for d in application.deployments} == DEPLOYMENTS
     assert schema.http_options.host == ("0.0.0.0" if name == "rayservice.yaml" else "127.0.0.1")
+
+
+@pytest.mark.parametrize("name", SERVE)
+def test_the_ingress_refuses_before_serve_does(name: str) -> None:
+    (application,) = SERVE[name]["applications"]
+    (ingress,) = [d for d in application["deployments"] if d["name"] == "Ingress"]
+    serves = ingress.get("max_ongoing_requests", Ingress.max_ongoing_requests)
+    limits = Settings.model_validate(application["args"]).limits
+    assert serves >= 2 * limits.max_items_in_flight
+    assert grace_s(SERVE[name]) >= limits.deadline_s
+    assert SERVE[name]["http_options"]["request_timeout_s"] > limits.deadline_s
+
+
+def test_the_grace_of_a_config_is_its_ingresss() -> None:
+    assert grace_s({"applications": [{}]}) == 120
+    deployments = [{"name": "Eager", "graceful_shutdown_timeout_s": 9}, {"name": "Ingress"}]
+    assert grace_s({"applications": [{"deployments": deployments}]}) == 120
+    deployments[1]["graceful_shutdown_timeout_s"] = 7
+    assert grace_s({"applications": [{"deployments": deployments}]}) == 7
 
 
 @pytest.mark.parametrize("name", SERVE)
@@ -121,6 +142,9 @@ class TestRayService:
             assert all(isinstance(value, str) for value in env.values())
             assert env["RAY_USAGE_STATS_ENABLED"] == "0"
             assert env["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+            assert env["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "app.middleware.at_proxy"
+            limits = Settings.model_validate(SERVE["rayservice.yaml"]["applications"][0]["args"]).limits
+            assert int(env["FOVEAL_MAX_BODY_BYTES"]) == limits.max_body_bytes
             volumes = {v["name"]: v for v in spec["volumes"]}
             mounts = {m["mountPath"]: volumes[m["name"]] for m in container["volumeMounts"]}
             assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"

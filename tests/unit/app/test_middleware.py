@@ -306,6 +306,25 @@ def test_items_in_flight_are_bounded(
         assert recorded["foveal_items_in_flight"][()][-1] == 0
 
 
+def test_one_that_stops_refuses_new_requests_and_finishes_those_that_it_has(records: list[dict[str, Any]]) -> None:
+    async def run() -> None:
+        admitted = Admitted(9)
+        transport = httpx.ASGITransport(admitted.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            running = asyncio.create_task(client.post("/x?1"))
+            await turns()
+            admitted.in_flight.stopping = True
+            refused, told = await client.post("/x?1"), await client.get("/x")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert told.status_code == 200
+            assert admitted.in_flight.items == 1
+            admitted.release.set()
+            assert (await running).status_code == 200
+            assert admitted.in_flight.items == 0
+
+    asyncio.run(run())
+
+
 def test_past_the_bound_a_body_is_not_read(records: list[dict[str, Any]]) -> None:
     async def receive() -> Message:
         raise AssertionError("the body was read")
