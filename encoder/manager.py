@@ -191,9 +191,13 @@ class EncoderCudaGraphManager:
                     seconds = self._time_eager_run(modality, tokens)
                 except torch.OutOfMemoryError:
                     logger.warning("no room on %s for an eager run of %d tokens: none is planned", self.device, tokens)
-                    return ()
+                    points.clear()
+                    break
                 # A larger run never costs less: noise must not make the packer prefer it.
                 points.append((tokens, max(seconds, points[-1][1] if points else 0.0)))
+        if self.device.type == "cuda":
+            # No later run uses that stream, nor what is kept for it.
+            torch.cuda.empty_cache()
         return tuple(points)
 
     def _time_eager_run(self, modality: Modality, tokens: int) -> float:
