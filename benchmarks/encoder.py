@@ -339,8 +339,8 @@ def power_of_two(tokens: int) -> int:
 
 
 def manager_slots(column: Column) -> int:
-    """Segments that a manager's graph of the column's modality has room for, and never fewer than one item's."""
-    return MAX_BATCH_SIZE * (max(8, column.grids[0][0]) if column.modality == "video" else 1)
+    """Segments that a manager's graph of the column's modality has room for."""
+    return MAX_BATCH_SIZE * (8 if column.modality == "video" else 1)
 
 
 def capture_batch(
