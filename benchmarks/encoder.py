@@ -716,7 +716,7 @@ class Benchmark:
         lacking = missing_package("flash_attn", "flash_attn.cute")
         if not self.clock.cuda or lacking:
             self.report.absent(
-                four, f"the package flash-attn-4 (module {lacking}) is not installed" if lacking else "CPU"
+                four, f"the package flash-attn-4 (module {lacking}) is not installed" if lacking else "needs CUDA"
             )
         else:
             with self.report.part("load flash-attn-4"):
