@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import encoder.checkpoint as checkpoint
 from encoder.checkpoint import (
     CheckpointError,
+    digest_checkpoint,
     load_vision_encoder,
     read_vision_config,
     resolve_checkpoint,
@@ -537,3 +539,46 @@ class TestTiny:
         monkeypatch.setattr(sys, "argv", ["encoder.checkpoint", "tiny", str(tmp_path / "new")])
         checkpoint.main()
         assert read_vision_config(tmp_path / "new").depth == 4
+
+
+class TestDigest:
+    def test_how_tensors_are_spread_makes_no_difference(
+        self, tiny_folder: Path, config_only: Path, tensors: Tensors
+    ) -> None:
+        for config in tiny_folder.glob("*preprocessor_config.json"):
+            shutil.copy(config, config_only)
+        one = digest_checkpoint(tiny_folder)
+        assert re.fullmatch("[0-9a-f]{64}", one)
+        save(config_only, split(tensors))
+        # The language model's shard is not even opened.
+        (config_only / "model-00003-of-00003.safetensors").unlink()
+        assert digest_checkpoint(config_only) == one
+
+    @pytest.mark.parametrize("change", ["one value", "a name", "a shape", "config", "preprocessor", "language model"])
+    def test_what_changes_embeddings_changes_it(
+        self, tiny_folder: Path, tmp_path: Path, tensors: Tensors, change: str
+    ) -> None:
+        folder = tmp_path / "copy"
+        shutil.copytree(tiny_folder, folder)
+        changed, name = dict(tensors), "model.visual.merger.norm.weight"
+        if change == "one value":
+            changed[name] = tensors[name].clone()
+            changed[name][-1] += 1e-6
+            assert not torch.equal(changed[name], tensors[name])
+        elif change == "a name":
+            other = "model.visual.merger.norm.bias"
+            changed[name], changed[other] = tensors[other], tensors[name]
+        elif change == "a shape":
+            changed[name] = tensors[name].reshape(2, -1)
+        elif change == "language model":
+            changed["model.language_model.norm.weight"] = tensors["model.language_model.norm.weight"] + 1
+        else:
+            file = {"config": "config.json", "preprocessor": "preprocessor_config.json"}[change]
+            (folder / file).write_text((folder / file).read_text() + " ")
+        save(folder, {"model.safetensors": changed})
+        assert (digest_checkpoint(folder) == digest_checkpoint(tiny_folder)) == (change == "language model")
+
+    def test_a_folder_without_a_tower(self, config_only: Path) -> None:
+        save(config_only, {"model.safetensors": {"lm_head.weight": torch.zeros(2)}})
+        with pytest.raises(CheckpointError, match="no vision tower"):
+            digest_checkpoint(config_only)
