@@ -14,6 +14,7 @@ from app.errors import FovealError
 from app.formats.dtypes import cast
 from app.formats.types import EncodedItem
 from app.inputs import Source
+from app.media.detect import is_clip
 from app.media.fetch import fetch
 from app.media.pool import DecodePool
 from app.media.types import DecodedMedia
@@ -72,8 +73,11 @@ class Pipeline:
         self, settings: Settings, processor: ProcessorConfig, pools: Pools, store: Store | None = None
     ) -> None:
         self._settings, self._processor, self._pools, self._store = settings, processor, pools, store
-        self._decoder = DecodePool(processor, settings.limits)
-        self._waiters = ThreadPoolExecutor(settings.limits.decode_processes, thread_name_prefix="decode")
+        # One decoder more than clips may take: however many of them come, a picture waits for none.
+        places = settings.limits.decode_processes
+        self._decoder = DecodePool(processor, settings.limits, spare=1)
+        self._clips = ThreadPoolExecutor(places, thread_name_prefix="clips")
+        self._pictures = ThreadPoolExecutor(places + 1, thread_name_prefix="pictures")
         self._files = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
 
     async def run(self, sources: Sequence[Source], options: EncodeOptions, timings: Timings) -> list[EncodedItem]:
@@ -113,7 +117,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the decoding processes."""
-        self._waiters.shutdown()
+        self._clips.shutdown()
+        self._pictures.shutdown()
         self._files.shutdown()
         self._decoder.close()
 
@@ -146,7 +151,8 @@ class Pipeline:
                 if frames
                 else partial(self._decoder.decode, files[0], media_options)
             )
-            media = await loop.run_in_executor(self._waiters, decode)
+            waiters = self._clips if frames or is_clip(files[0]) else self._pictures
+            media = await loop.run_in_executor(waiters, decode)
             timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
             return _Decoded(media, hash_)
         except FovealError as error:

@@ -74,7 +74,9 @@ class Limits(_Strict):
     max_tokens: Annotated[PositiveInt, Field(description="visual tokens of one item")] = 16384
     max_items: Annotated[PositiveInt, Field(description="items of one request")] = 64
     decode_timeout_s: Annotated[PositiveFloat, Field(description="decode time of one item")] = 30.0
-    decode_processes: Annotated[PositiveInt, Field(description="processes of an ingress replica that decode")] = 2
+    decode_processes: Annotated[
+        PositiveInt, Field(description="processes of an ingress replica that decode; one more decodes pictures only")
+    ] = 2
     deadline_s: Annotated[PositiveFloat, Field(description="time a request may take in all")] = 120.0
 
 

@@ -118,6 +118,14 @@ def detect(data: bytes | memoryview) -> Detected:
     raise unsupported(_name_of_refused(head))
 
 
+def is_clip(data: bytes | memoryview) -> bool:
+    """Whether a demuxer of videos reads `data`."""
+    try:
+        return detect(data).reader == "ffmpeg"
+    except FovealError:
+        return False
+
+
 def unsupported(what: str) -> FovealError:
     return FovealError("unsupported_media", f"the content is {what}, which is not read; {READ}")
 

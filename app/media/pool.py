@@ -49,17 +49,17 @@ CRASHED = "the decoder crashed on the content"
 
 
 class DecodePool:
-    """`limits.decode_processes` decoders; safe to call from many threads at once.
+    """`limits.decode_processes` decoders and `spare` more; safe to call from many threads at once.
 
     They start with the first calls; what they share starts to load at once, in the background.
     """
 
-    def __init__(self, processor: ProcessorConfig, limits: Limits) -> None:
+    def __init__(self, processor: ProcessorConfig, limits: Limits, spare: int = 0) -> None:
         self._limits = limits
         self._parent = _Parent({"processor": asdict(processor), "limits": limits.model_dump(mode="json")})
         # A place without a decoder is filled by the call that gets it.
         self._places: queue.LifoQueue[_Decoder | None] = queue.LifoQueue()
-        for _ in range(limits.decode_processes):
+        for _ in range(limits.decode_processes + spare):
             self._places.put(None)
         self._closed = False
 
