@@ -96,6 +96,7 @@ class Report:
     def write(self) -> None:
         # Runs that no scenario comes from any more say nothing.
         used = {s["run"] for s in self.data["scenarios"].values()} | {self.number}
+        self.data["failures"] = [f for f in self.data["failures"] if f["run"] in used]
         for number, run in enumerate(self.data["runs"]):
             if number not in used:
                 self.data["runs"][number] = {"replaced": run.get("date")}
