@@ -24,8 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def service() -> Iterator[Service]:
-    with Service(env={"RAY_metrics_report_interval_ms": "1000"}, timeout_s=300) as running:
+def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="session")
+def service(store_root: Path) -> Iterator[Service]:
+    def with_store(config: dict[str, Any]) -> None:
+        config["applications"][0]["args"]["store"]["root"] = str(store_root)
+
+    with Service(with_store, env={"RAY_metrics_report_interval_ms": "1000"}, timeout_s=300) as running:
         yield running
 
 

@@ -199,7 +199,7 @@ def test_headers_and_log_line(service: Service, client: httpx.Client) -> None:
     answer = client.post("/v1/encode", content=sample.data, headers={"x-request-id": "the-callers-own"})
     assert answer.headers.get_list("x-request-id") == ["the-callers-own"]
     stages = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
-    assert list(stages) == ["fetch", "decode", "queue", "encode", "format", "total"]
+    assert list(stages) == ["fetch", "decode", "queue", "encode", "store", "format", "total"]
     assert float(stages["decode"]) > 0
     assert float(stages["encode"]) > 0
     own = httpx.post(f"{service.url}/v1/encode", content=sample.data, timeout=60)
