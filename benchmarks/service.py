@@ -1,4 +1,4 @@
-"""Starts the service as its users do, `serve run` on a config file, on free ports and a Ray instance of its own."""
+"""Starts the service as `make serve` does, on a config file, on free ports and a Ray instance of its own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-# `serve run` on a Ray instance that is started here, without the dashboard.
+# The same on a Ray instance that is started here, without the dashboard.
 BARE = """
+import sys
 import ray
-from ray.serve.scripts import cli
+from app.__main__ import main
 ray.init("local", namespace="serve", include_dashboard=False)
-cli()
+main(sys.argv[1])
 """
 
 
@@ -67,12 +68,12 @@ class Service:
             **(_haproxy(self._folder) if haproxy else {}),
             **(env or {}),
         }
-        self._command = [str(Path(sys.executable).parent / "serve")] if dashboard else [sys.executable, "-c", BARE]
+        self._command = [sys.executable, *(["-m", "app"] if dashboard else ["-c", BARE])]
         self.start_seconds = 0.0
 
     def __enter__(self) -> Self:
         started = time.monotonic()
-        command = [*self._command, "run", str(self._folder / "config.yaml")]
+        command = [*self._command, str(self._folder / "config.yaml")]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -101,8 +102,15 @@ class Service:
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the process that a supervisor would have started."""
+        self._process.send_signal(signum)
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     def processes(self, title: str = "") -> list[int]:
-        """Process ids of the service, `serve run` and all that descends from it, whose command line has `title`."""
+        """Process ids of the service, the one started and all that descend from it, whose command line has `title`."""
         parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
         family = [self._process.pid]
         for pid in family:
