@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from encoder.checkpoint import CheckpointError
-from encoder.defs import Modality, Stopped
+from encoder.defs import ItemOutput, Modality, Stopped
 from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, resolve_device, resolve_dtype
 from tests.unit.encoder.conftest import Reference, random_frames, reference_patches, relative_error, worst_level_error
 
@@ -177,6 +178,34 @@ class TestOptions:
         for output in (whole, main, mean, both):
             assert output.embeddings.dtype == np.float32
             assert output.embeddings.flags.c_contiguous
+
+    @pytest.mark.parametrize("neighbour_main_only", [True, False])
+    @pytest.mark.parametrize("shape", [(1, 3, 64, 96), (1, 3, 512, 512)], ids=["graph", "eager"])
+    def test_main_only_leaves_the_device_and_the_process_without_the_other_columns(
+        self,
+        runner: EncoderRunner,
+        shape: tuple[int, ...],
+        neighbour_main_only: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        given: list[torch.Tensor] = []
+        execute_items = runner.manager.execute_items
+
+        def watched(*arguments: Any) -> list[ItemOutput]:
+            outputs = execute_items(*arguments)
+            given.extend(output.embeddings for output in outputs)
+            return outputs
+
+        monkeypatch.setattr(runner.manager, "execute_items", watched)
+        neighbour = EncodeRequest(random_frames((1, 3, 64, 64), 1), main_only=neighbour_main_only)
+        output, _ = encode(runner, "image", [EncodeRequest(random_frames(shape), main_only=True), neighbour])
+        # The runner copies to the host what the manager gives, row by row and nothing around it.
+        nbytes = shape[2] * shape[3] // 1024 * 96 * 4
+        assert (given[0].is_contiguous(), given[0].nbytes) == (True, nbytes)
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(output.embeddings, protocol=5, buffer_callback=buffers.append)
+        assert len(head) < 1000
+        assert [buffer.raw().nbytes for buffer in buffers] == [nbytes]
 
     def test_frames_may_be_read_only_and_stay_as_they_are(self, runner: EncoderRunner) -> None:
         frames = random_frames((3, 3, 64, 64))
