@@ -75,11 +75,13 @@ class Network:
     def run(self, host: str, *command: str) -> None:
         """A command on a host: with its network, and its own /tmp and /dev/shm."""
         own = self.folder / host
-        script = f'mount --bind {own}/tmp /tmp && mount --bind {own}/shm /dev/shm && exec "$@"'
+        script = f'mount --bind {own}/shm /dev/shm && mount --bind {own}/tmp /tmp && exec "$@"'
         prefix = ["ip", "netns", "exec", self.namespace(host), "unshare", "--mount", "sh", "-c", script, "sh"]
-        done = subprocess.run([*prefix, *command], env={**os.environ, **ENV}, capture_output=True, text=True)
+        log = self.folder / f"{host}.log"  # not a pipe: what the command leaves running would keep it open
+        with log.open("wb") as out:
+            done = subprocess.run([*prefix, *command], env={**os.environ, **ENV}, stdout=out, stderr=subprocess.STDOUT)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} on {host}:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(f"{' '.join(command)} on {host}:\n{log.read_text()}")
 
     def inside(self, host: str, call: Callable[[], T]) -> T:
         """What `call` returns in a thread that sees the host's network; threads that it starts see it as well."""

@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import ray
 import yaml
+from ray import serve
 from ray.cluster_utils import Cluster
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.service import ROOT, free_port
 
 ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # replicas are to have their share of the few cores beside the clients
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
     # As configs/kuberay sets them: how soon the controller sees what waits and what works.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
@@ -59,7 +63,6 @@ class ServiceCluster:
     def __init__(self) -> None:
         # Ray's sockets live under this folder, and a socket's path has at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="fov", dir="/tmp"))
-        self._api = f"http://127.0.0.1:{free_port()}"
         self.config = cluster_config()
         self.url = f"http://127.0.0.1:{self.config['http_options']['port']}"
 
@@ -69,13 +72,14 @@ class ServiceCluster:
         head = {
             "labels": {"foveal": "ingress"},
             "num_cpus": 1,
-            "include_dashboard": True,
-            "dashboard_port": int(self._api.rpartition(":")[2]),
+            "include_dashboard": False,
             "temp_dir": str(self._folder / "ray"),
         }
         try:
             self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
             self._nodes = [self._add_node() for _ in range(2)]
+            ray.init(self._cluster.address, namespace="serve", log_to_driver=False)
+            serve.start(self.config["proxy_location"], HTTPOptions(**self.config["http_options"]))
             self.deploy(self.config)
         except BaseException:
             self.__exit__()
@@ -83,6 +87,7 @@ class ServiceCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        ray.shutdown()
         with contextlib.suppress(AttributeError):  # it did not start
             self._cluster.shutdown()
         for name, value in self._env.items():
@@ -92,9 +97,9 @@ class ServiceCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def deploy(self, config: Config, timeout_s: float = 600.0) -> float:
-        """What `serve deploy` does, and the wait until it is done everywhere. Seconds."""
+        """What `serve deploy` has the dashboard do, and the wait until it is done everywhere. Seconds."""
         started = time.monotonic()
-        eventually(lambda: self._put(config), timeout_s)
+        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
         self.config = config
         eventually(lambda: self._told()["status"] == "RUNNING" and self.whole(), timeout_s)
         return time.monotonic() - started
@@ -148,24 +153,10 @@ class ServiceCluster:
     def _add_node(self) -> Any:
         return self._cluster.add_node(num_cpus=1, labels={"foveal": "gpu"})
 
-    def _put(self, config: Config) -> bool:
-        try:
-            response = httpx.put(f"{self._api}/api/serve/applications/", json=config, timeout=60)
-        except httpx.TransportError:
-            return False
-        assert not 400 <= response.status_code < 500, response.text
-        return response.status_code == 200  # 5xx: Serve itself does not stand yet
-
     def _told(self) -> dict[str, Any]:
-        """What Serve tells of the application, once it answers."""
-        limit = time.monotonic() + 60
-        while True:
-            try:
-                return httpx.get(f"{self._api}/api/serve/applications/", timeout=30).json()["applications"]["foveal"]
-            except (httpx.TransportError, KeyError, ValueError):
-                if time.monotonic() > limit:
-                    raise
-            time.sleep(0.1)
+        """What Serve tells of the application, as `serve status` and the dashboard have it."""
+        details = _get_global_client().get_serve_details()
+        return details["applications"].get("foveal", {"status": "NOT_STARTED", "deployments": {}})
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> float:
