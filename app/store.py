@@ -142,7 +142,7 @@ class Store:
                 file.flush()
                 # A rename may reach the disk before what was written does.
                 os.fsync(file.fileno())
-                self._publish(file, name, body.length)
+                self._publish(file, name)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -183,12 +183,12 @@ class Store:
         Its own lock tells a scan that its writer is alive.
         """
         with self._lock(fcntl.LOCK_EX) as ledger:
-            used = self._make_room(self._used(ledger), size)
+            used = self._make_room(ledger, size)
             file = (self._root / f"{_TEMP}{uuid4().hex}").open("xb")
             fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(size)  # a scan counts what it sees
             self._set_used(ledger, used + size)
         try:
-            file.truncate(size)
             yield file
         finally:
             with file:
@@ -197,7 +197,7 @@ class Store:
                         os.unlink(file.name)
                         self._set_used(ledger, self._used(ledger) - size)
 
-    def _publish(self, file: BufferedWriter, name: str, size: int) -> None:
+    def _publish(self, file: BufferedWriter, name: str) -> None:
         path = self._path(name)
         with self._lock(fcntl.LOCK_EX) as ledger:
             path.parent.mkdir(exist_ok=True)
@@ -209,8 +209,9 @@ class Store:
             os.utime(file.fileno())
             os.replace(file.name, path)
 
-    def _make_room(self, used: int, size: int) -> int:
+    def _make_room(self, ledger: int, size: int) -> int:
         """Removes the least recently used files until `size` bytes more fit; the bytes then used."""
+        used = self._used(ledger)
         scanned = time.monotonic() - self._scanned < min(_SCAN_HOLDS_S, self._lease_s)
         while used + size > self._max_bytes:
             oldest = self._oldest()
@@ -221,6 +222,7 @@ class Store:
             elif not scanned:
                 used, scanned = self._scan(), True
             else:
+                self._set_used(ledger, used)
                 left_s = self._lease_s - max(idle_s, 0.0)
                 message = f"the store has no room, and every file was used within store.lease_s ({self._lease_s:g} s)"
                 raise FovealError("overloaded", message, None, max(1, math.ceil(left_s)))

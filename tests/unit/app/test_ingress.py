@@ -21,13 +21,14 @@ from PIL import Image
 from safetensors.numpy import load, load_file
 
 from app.errors import FovealError
-from app.ingress import IngressReplica
+from app.ingress import IngressReplica, _open_store
 from app.pipeline import Pipeline, Timings
 from app.pools import Pools
 from app.store import FILE, Store
 from configs.processor import ProcessorConfig
 from configs.settings import Limits, Settings
 from deployments.protocol import EncodeItem, EncodeResult, PoolName
+from encoder.checkpoint import resolve_checkpoint
 from tests.unit.conftest import Recorded
 
 Answer = Callable[[PoolName, EncodeItem], EncodeResult]
@@ -316,6 +317,14 @@ class TestStore:
         (said,) = items_of(post(json={"input": [part], "deliver": "store"}))
         (option,) = items_of(post(content=gif(10), params={"deliver": "store", "modality": "image"}))
         assert (said["stored"], option["stored"], said["hash"]) == ("new", "hit", option["hash"])
+
+    def test_a_store_too_small_for_one_item_is_refused_at_start(self, tmp_path: Path) -> None:
+        folder, width = resolve_checkpoint("tiny"), 4 * 96
+        settings = {"store": {"root": str(tmp_path / "store"), "max_bytes": 16384 * width * 4}}
+        assert len(_open_store(Settings.model_validate(settings), folder).checkpoint) == 64
+        settings["store"]["max_bytes"] = 16384 * width * 4 - 1
+        with pytest.raises(ValueError, match=r"store\.max_bytes .* limits\.max_tokens"):
+            _open_store(Settings.model_validate(settings), folder)
 
     def test_refusals(self, post: Post, played: PlayedPools) -> None:
         off = post(content=gif(10), params={"deliver": "store"})
