@@ -6,6 +6,7 @@
 the model is there.
 """
 
+import contextlib
 import io
 from typing import Any
 
@@ -44,6 +45,9 @@ def _frames(body: bytes, fps: float = 2.0) -> tuple[np.ndarray, list[float]]:
 
 class BaselineReplica:
     def __init__(self, model: str, device: str) -> None:
+        # The processors need torchvision, which `make test` puts where only this finds it.
+        with contextlib.suppress(ImportError):
+            import tests.conftest  # noqa: F401
         from transformers import AutoImageProcessor, AutoVideoProcessor, Qwen3VLForConditionalGeneration
 
         self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -71,7 +75,7 @@ class BaselineReplica:
             inputs = self._video_processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
             (tensors,) = self._run(inputs["pixel_values_videos"], inputs["video_grid_thw"])
             pairs = [*seconds, *seconds[-1:]] if len(seconds) % 2 else seconds
-            tensors["0.timestamps"] = torch.tensor(pairs).view(-1, 2).mean(1)
+            tensors["0.timestamps"] = torch.tensor(pairs, dtype=torch.float32).view(-1, 2).mean(1)
             answers[i] = save(tensors)
         return answers
 
