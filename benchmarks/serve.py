@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import platform
+import shlex
 import signal
 import statistics
 import subprocess
@@ -542,6 +543,11 @@ def _override(text: str) -> tuple[str, Any]:
     return path, yaml.safe_load(value)
 
 
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for the folder that results go to, which changes no figure."""
+    return [a for i, a in enumerate(arguments) if "--out" not in (a.partition("=")[0], *arguments[max(i - 1, 0) : i])]
+
+
 def parse_arguments() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(
@@ -638,7 +644,7 @@ def main() -> None:
         folder = str(resolve_checkpoint("tiny"))
     run: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.serve " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "-m", "benchmarks.serve", *without_out(sys.argv[1:])]),
         "machine": options.gpu or f"CPU, {platform.machine()}",
         "cores": options.cores,
         "versions": versions(),
