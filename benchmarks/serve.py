@@ -361,6 +361,7 @@ class Scenarios:
             "closed_loop_requests_s": capacity,
             "tried": tried,
             "sustainable_requests_s": sustainable,
+            "none_held": not any(probe["holds"] for probe in tried),
             "offered_requests_s": 2 * sustainable,
             "overload": found,
             "slices": slices,

@@ -98,11 +98,15 @@ def _throughput(scenarios: Mapping[str, Any]) -> list[str]:
 STAGES = ("fetch", "decode", "queue", "encode", "format", "total")
 
 
+GUESSED = " (a guess: none of the tried rates held)"
+
+
 def _overload(found: Mapping[str, Any]) -> list[str]:
     lines = ["", f"## Overload, mix {found['mix']}", ""]
+    guessed = GUESSED if found["none_held"] else ""
     lines.append(
         f"Closed loop: {found['closed_loop_requests_s']:.1f} requests/s. Sustainable: "
-        f"{found['sustainable_requests_s']:.1f}. Offered: {found['offered_requests_s']:.1f} for "
+        f"{found['sustainable_requests_s']:.1f}{guessed}. Offered: {found['offered_requests_s']:.1f} for "
         f"{found['overload']['seconds']:.0f} s."
     )
     measured = found["overload"]
