@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -120,9 +121,8 @@ def test_a_caller_in_the_cluster_gets_arrays(
     image, clip = png(256, 320, 35), mp4(96, 64, 7, 36)
     (tmp_path / "a.png").write_bytes(image.data)
     (tmp_path / "b.mp4").write_bytes(clip.data)
-    (raylet, *_) = service.processes("--gcs-address=")
-    command_line = Path(f"/proc/{raylet}/cmdline").read_text()
-    address = command_line.partition("--gcs-address=")[2].partition("\0")[0]
+    pid = service.processes("--gcs-address=")[0]
+    address = re.findall(r"--gcs-address=([\d.:]+)", Path(f"/proc/{pid}/cmdline").read_text())[0]
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "PYTHONPATH")}
     done = subprocess.run(
         [sys.executable, "-c", CALLER, address, str(tmp_path)],
