@@ -65,6 +65,7 @@ class ServiceCluster:
         self._folder = Path(tempfile.mkdtemp(prefix="fov", dir="/tmp"))
         self.config = cluster_config()
         self.url = f"http://127.0.0.1:{self.config['http_options']['port']}"
+        self._killed: set[int] = set()
 
     def __enter__(self) -> Self:
         self._env = {name: os.environ.get(name) for name in (*ENV, "RAY_TMPDIR")}
@@ -114,14 +115,17 @@ class ServiceCluster:
         return Counter(r["state"] for r in self._told()["deployments"][name]["replicas"])
 
     def whole(self) -> bool:
-        """Every deployment has all its replicas, and no others, all running and alive, and /health says so."""
+        """Every deployment has all its replicas, and no others, all running, none of them killed, and /health says so.
+
+        Serve calls a killed replica running until it notices.
+        """
         told = self._told()["deployments"]
         for wanted in self.config["applications"][0]["deployments"]:
             replicas = told.get(wanted["name"], {"replicas": []})["replicas"]
             fixed = wanted.get("num_replicas")
             if fixed is not None and len(replicas) != fixed:
                 return False
-            if any(r["state"] != "RUNNING" or not Path(f"/proc/{r['pid']}").exists() for r in replicas):
+            if any(r["state"] != "RUNNING" or r["pid"] in self._killed for r in replicas):
                 return False
         return self.health() == 200
 
@@ -134,15 +138,16 @@ class ServiceCluster:
 
     def kill(self, name: str) -> None:
         """kill -9 of one replica."""
-        os.kill(self.replicas(name)[0]["pid"], signal.SIGKILL)
+        pid = self.replicas(name)[0]["pid"]
+        self._killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
 
     def remove_node(self) -> int:
         """Kills the node that most pool replicas are on, as a power cut would. How many those are."""
-        count = {
-            node.node_id: sum(r["node_id"] == node.node_id for pool in POOLS for r in self.replicas(pool))
-            for node in self._nodes
-        }
+        replicas = [replica for pool in POOLS for replica in self.replicas(pool)]
+        count = Counter(replica["node_id"] for replica in replicas)
         node = max(self._nodes, key=lambda n: count[n.node_id])
+        self._killed |= {replica["pid"] for replica in replicas if replica["node_id"] == node.node_id}
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
         return count[node.node_id]
