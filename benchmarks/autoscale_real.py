@@ -110,7 +110,7 @@ class Recorder:
 
 def measure() -> dict[str, Any]:
     """The record, and under "failures" what is wrong with it."""
-    bursts = {"eager": mp4(448, 448, 64, 1).data, "video": mp4(448, 448, 16, 2).data}
+    bursts = {"eager": mp4(448, 448, 64, 1).data, "video": mp4(320, 320, 16, 2).data}
     statuses: list[int] = []
     failures = []
     env = {
