@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,17 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(store_root: Path) -> Iterator[Service]:
+def ray_auth() -> dict[str, str]:
+    """The environment by which a process gets to the service's own Ray instance."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+@pytest.fixture(scope="session")
+def service(store_root: Path, ray_auth: dict[str, str]) -> Iterator[Service]:
     def with_store(config: dict[str, Any]) -> None:
         config["applications"][0]["args"]["store"]["root"] = str(store_root)
 
-    with Service(with_store, env={"RAY_metrics_report_interval_ms": "1000"}, timeout_s=300) as running:
+    with Service(with_store, env={"RAY_metrics_report_interval_ms": "1000", **ray_auth}, timeout_s=300) as running:
         yield running
 
 

@@ -116,7 +116,7 @@ def test_requests_for_one_item_at_once_are_all_right(client: httpx.Client, store
 
 
 def test_a_caller_in_the_cluster_gets_arrays(
-    service: Service, client: httpx.Client, tmp_path: Path, store_root: Path
+    service: Service, client: httpx.Client, ray_auth: dict[str, str], tmp_path: Path, store_root: Path
 ) -> None:
     image, clip = png(256, 320, 35), mp4(96, 64, 7, 36)
     (tmp_path / "a.png").write_bytes(image.data)
@@ -127,7 +127,7 @@ def test_a_caller_in_the_cluster_gets_arrays(
     done = subprocess.run(
         [sys.executable, "-c", CALLER, address, str(tmp_path)],
         cwd=tmp_path,
-        env=environment | {"RAY_USAGE_STATS_ENABLED": "0"},
+        env=environment | ray_auth | {"RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
         timeout=300,
