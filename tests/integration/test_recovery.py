@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from benchmarks.checked import CheckedLoad, Request, first_answers
 from benchmarks.service import Service
-from tests.integration.media import Sample, mp4, png, webp_animation
+from tests.integration.media import Sample, mp4, png
 from tests.integration.test_encode import assert_close
 
 pytestmark = pytest.mark.integration
@@ -56,18 +55,3 @@ def test_a_killed_replica_costs_no_request(
     assert_close(load(answer.content)["0.embeddings"], reference(sample))
     assert service.processes("ServeReplica:foveal:ImageGraph") != [replica]
     eventually(lambda: client.get("/health").status_code == 200)
-
-
-def test_killed_parts_cost_clients_that_ask_again_nothing(service: Service, client: httpx.Client) -> None:
-    samples = [png(256, 288, 5), webp_animation(96, 64, 5, 6), mp4(96, 96, 40, 7)]
-    requests = [*(Request(sample.name, sample.data) for sample in samples), Request("text", b"not a picture")]
-    references = first_answers(service.url, requests)
-    assert [references[r.name].status for r in requests] == [200, 200, 200, 415]
-    with CheckedLoad(service.url, requests, references, clients=2, pause_s=0.1) as asking:
-        for part in ("app.media.worker", "ServeReplica:foveal:Eager", "ServeReplica:foveal:Ingress"):
-            os.kill(service.processes(part)[-1], signal.SIGKILL)
-            answered = asking.count("right")
-            eventually(lambda answered=answered: asking.count("right") >= answered + 10, 120)
-            eventually(lambda: client.get("/health").status_code == 200, 120)
-    assert asking.count("wrong", "failed", "hang") == 0, asking.outcomes()
-    assert asking.lost == []
