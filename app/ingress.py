@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,6 +46,7 @@ from app.pools import Pools
 from app.store import Store
 from configs.processor import ProcessorConfig
 from configs.settings import Settings
+from deployments.pool import SWITCH_INTERVAL_S
 from encoder.checkpoint import digest_checkpoint, read_vision_config, resolve_checkpoint
 
 GRACE_S = 120.0  # limits.deadline_s, by default: who stops a replica waits for what is under way
@@ -57,6 +59,7 @@ class IngressReplica:
         self, settings: Settings, image: DeploymentHandle, video: DeploymentHandle, eager: DeploymentHandle
     ) -> None:
         log_to_stdout()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._settings = settings
         self._folder = resolve_checkpoint(settings.model)
         self._pools = Pools({"image": image, "video": video, "eager": eager})

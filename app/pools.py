@@ -70,6 +70,8 @@ class PoolView:
             "faults": [r.fault for r in self.replicas if r.fault],
             "hits": sum(r.hits for r in self.replicas),
             "misses": sum(r.misses for r in self.replicas),
+            "calls": sum(r.calls for r in self.replicas),
+            "batches": sum(r.batches for r in self.replicas),
             "busy_s": sum(r.busy_s for r in self.replicas),
             "padding_ratio": sum(r.budget_tokens for r in self.replicas) / used if used else None,
             "queue": {name: sum(getattr(r.queue, name) for r in self.replicas) for name in queue_fields},

@@ -11,15 +11,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Literal, Protocol
 
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState, Refusal, Size
 from encoder.budgets import PackLimits
+from encoder.defs import Stopped
 from encoder.runner import EncodeOutput, EncodeRequest
 
 logger = logging.getLogger("foveal")
@@ -61,7 +63,14 @@ class Runner(Protocol):
     dtype: str
     max_in_flight: int
 
-    def submit(self, modality: Literal["image", "video"], requests: Sequence[EncodeRequest]) -> Pending: ...
+    def submit(
+        self,
+        modality: Literal["image", "video"],
+        requests: Sequence[EncodeRequest],
+        stop: Callable[[], bool] | None = None,
+        *,
+        eager: bool = False,
+    ) -> Pending: ...
 
 
 @dataclass
@@ -71,10 +80,19 @@ class _Ticket:
     future: Future[EncodeResult] = field(default_factory=Future)
     queued_at: float = field(default_factory=time.perf_counter)
     dropped: bool = False
+    rerun: bool = False  # its embeddings had a NaN: it runs once more, alone and without graphs
+
+    @property
+    def unwanted(self) -> bool:
+        return self.dropped or self.expired
 
     @property
     def expired(self) -> bool:
         return self.item.deadline is not None and time.time() > self.item.deadline
+
+
+def _all_unwanted(batch: Sequence[_Ticket]) -> bool:
+    return all(ticket.unwanted for ticket in batch)
 
 
 class Batcher:
@@ -98,7 +116,9 @@ class Batcher:
         self._running: SimpleQueue[tuple[list[_Ticket], Pending, float] | None] = SimpleQueue()
         self._closed = False
         self._tokens = self._bytes = 0  # of what waits
+        self._started: list[_Ticket] = []  # the batch that is being submitted
         self._cancelled = self._expired = self._rejected = 0
+        self.batches = 0
         self.fault: str | None = None
         self.busy_s = 0.0
         self._threads = [
@@ -113,23 +133,25 @@ class Batcher:
         with self._changed:
             self._limits, self._max_items, self._max_bytes = limits, max_queued_items, max_queued_bytes
 
-    def put(self, item: EncodeItem) -> Future[EncodeResult]:
-        """Queues one item. Cancelling the future while it waits removes it before it costs device time."""
-        ticket = _Ticket(item, item.size)
+    def put(self, items: Sequence[EncodeItem]) -> list[Future[EncodeResult]]:
+        """Queues items, together, so that they can share a batch."""
+        tickets = [_Ticket(item, item.size) for item in items]
         with self._changed:
-            if not self._has_room(item):
-                self._sweep()
-            if self.fault is not None or self._closed:
-                self._refuse(ticket, "fault", self.fault or "the replica is shutting down")
-            elif not self._has_room(item):
-                self._rejected += 1
-                self._refuse(ticket, "overloaded", "the queue of the replica is full")
-            else:
-                self._queue.append(ticket)
-                self._count(ticket, 1)
+            for ticket in tickets:
+                if not self._has_room(ticket.item):
+                    self._sweep()
+                if self.fault is not None or self._closed:
+                    self._refuse(ticket, "fault", self.fault or "the replica is shutting down")
+                elif not self._has_room(ticket.item):
+                    self._rejected += 1
+                    self._refuse(ticket, "overloaded", "the queue of the replica is full")
+                else:
+                    self._queue.append(ticket)
+                    self._count(ticket, 1)
+            if any(not ticket.future.done() for ticket in tickets):
                 self._tell_waiting()
                 self._changed.notify()
-        return ticket.future
+        return [ticket.future for ticket in tickets]
 
     def _has_room(self, item: EncodeItem) -> bool:
         return len(self._queue) < self._max_items and self._bytes + item.frames.nbytes <= self._max_bytes
@@ -139,9 +161,12 @@ class Batcher:
         self._bytes += sign * ticket.item.frames.nbytes
 
     def drop(self, ids: Collection[str]) -> None:
-        """Forgets those of the items that wait here; their result is the error `cancelled`."""
+        """Forgets those of the items that wait here; their result is the error `cancelled`.
+
+        A batch that runs stops, if it can, once all of its items are forgotten or late.
+        """
         with self._changed:
-            for ticket in self._queue:
+            for ticket in (*self._queue, *self._started):
                 if ticket.item.id in ids:
                     ticket.dropped = True
             self._sweep()
@@ -179,7 +204,13 @@ class Batcher:
                 pending = self._runner.submit(
                     batch[0].size.modality,
                     [EncodeRequest(t.item.frames, t.item.main_only, t.item.pooling) for t in batch],
+                    partial(_all_unwanted, batch),
+                    eager=batch[0].rerun,
                 )
+            except Stopped:
+                for ticket in batch:
+                    self._give_up(ticket)
+                self._slots.release()
             except Exception as error:
                 self._break(batch, error)
                 self._slots.release()
@@ -195,14 +226,21 @@ class Batcher:
                 self._break(batch, error)
             else:
                 encode_s = time.perf_counter() - started
-                results = [
-                    self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s)
+                answered = [
+                    (ticket, self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s))
                     for ticket, output in zip(batch, outputs, strict=True)
+                    if not self._to_rerun(ticket, output)
                 ]
-                for ticket, result in zip(batch, results, strict=True):
+                for ticket, result in answered:
                     ticket.future.set_result(result)
+                self.batches += 1
                 self.busy_s += pending.busy_seconds
-                self._metrics.batch([ticket.size.tokens for ticket in batch], results, encode_s, pending.busy_seconds)
+                self._metrics.batch(
+                    [ticket.size.tokens for ticket, _ in answered],
+                    [result for _, result in answered],
+                    encode_s,
+                    pending.busy_seconds,
+                )
             finally:
                 self._slots.release()
 
@@ -211,13 +249,13 @@ class Batcher:
         with self._changed:
             while True:
                 self._sweep()
-                batch = [
-                    self._queue.popleft() for _ in range(count_that_fit((t.size for t in self._queue), self._limits))
-                ]
+                rerun = bool(self._queue) and self._queue[0].rerun
+                count = 1 if rerun else count_that_fit((t.size for t in self._queue), self._limits)
+                batch = [self._queue.popleft() for _ in range(count)]
                 for ticket in batch:
                     self._count(ticket, -1)
-                batch = [t for t in batch if self._claim(t)]
                 if batch:
+                    self._started = batch
                     self._tell_waiting()
                     return batch
                 if self._closed:
@@ -225,48 +263,63 @@ class Batcher:
                 if not self._queue:
                     self._changed.wait()
 
-    def _claim(self, ticket: _Ticket) -> bool:
-        if ticket.future.set_running_or_notify_cancel():
-            return True
-        self._count_cancelled()
-        return False
-
     def _sweep(self) -> None:
         """Drops what nobody waits for any more. Called with the lock held."""
         alive: list[_Ticket] = []
         for ticket in self._queue:
-            if ticket.future.cancelled():
-                self._count_cancelled()
-            elif ticket.dropped:
-                self._cancelled += 1
-                self._refuse(ticket, "cancelled", "nobody waits for the item")
-            elif ticket.expired:
-                self._expired += 1
-                self._refuse(ticket, "deadline", "the deadline passed while the item was queued")
+            if ticket.unwanted:
+                self._give_up(ticket)
+                self._count(ticket, -1)
             else:
                 alive.append(ticket)
-                continue
-            self._count(ticket, -1)
         if len(alive) < len(self._queue):
             self._queue = deque(alive)
             self._tell_waiting()
 
+    def _give_up(self, ticket: _Ticket) -> None:
+        if ticket.dropped:
+            self._cancelled += 1
+            self._refuse(ticket, "cancelled", "nobody waits for the item")
+        else:
+            self._expired += 1
+            self._refuse(ticket, "deadline", "the deadline passed before the item was encoded")
+
+    def _to_rerun(self, ticket: _Ticket, output: EncodeOutput | Exception) -> bool:
+        """Whether the item runs again: frames are finite, so a NaN is either the item's own doing or a broken device's.
+
+        The rerun tells: it is finite on a device whose first answer was wrong, which is then not to be trusted.
+        """
+        if isinstance(output, Exception) or output.has_nan == ticket.rerun:
+            return False
+        if ticket.rerun:
+            self._latch("a NaN in embeddings that are finite when they are computed again")
+            return False
+        ticket.rerun = True
+        with self._changed:
+            if self.fault is not None or self._closed:
+                self._refuse(ticket, "fault", self.fault or "the replica is shutting down")
+            else:
+                self._queue.appendleft(ticket)
+                self._count(ticket, 1)
+                self._changed.notify()
+        return True
+
     def _tell_waiting(self) -> None:
         self._metrics.waiting(len(self._queue), self._tokens)
-
-    def _count_cancelled(self) -> None:
-        self._cancelled += 1
-        self._metrics.dropped("cancelled")
 
     def _break(self, batch: list[_Ticket], error: Exception) -> None:
         """A whole batch failed: the replica cannot be trusted any more. Latches the fault."""
         logger.error("%s replica is broken", self._pool, exc_info=error)
         fault = f"{type(error).__name__}: {error}"
+        self._latch(fault)
+        for ticket in batch:
+            ticket.future.set_result(self._error("fault", fault))
+
+    def _latch(self, fault: str) -> None:
+        logger.error("%s replica is not to be trusted any more: %s", self._pool, fault)
         with self._changed:
             self.fault = self.fault or fault
             self._drain(self.fault)
-        for ticket in batch:
-            ticket.future.set_result(self._error("fault", fault))
 
     def _drain(self, message: str) -> None:
         for ticket in self._queue:
@@ -276,8 +329,7 @@ class Batcher:
         self._tell_waiting()
 
     def _refuse(self, ticket: _Ticket, error: Refusal, message: str) -> None:
-        if ticket.future.set_running_or_notify_cancel():
-            ticket.future.set_result(self._error(error, message))
+        ticket.future.set_result(self._error(error, message))
 
     def _error(self, error: Refusal, message: str) -> EncodeResult:
         self._metrics.dropped(error)
@@ -289,6 +341,9 @@ class Batcher:
         if isinstance(output, Exception):
             logger.error("an item cannot be encoded", exc_info=output)
             return self._error("internal", f"{type(output).__name__}: {output}")
+        if output.has_nan:
+            logger.error("an item has NaN embeddings, twice")
+            return self._error("internal", "the embeddings are not finite")
         return EncodeResult(
             embeddings=output.embeddings,
             dtype=self._runner.dtype,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
@@ -11,11 +14,15 @@ from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings, change_pool
 from deployments.batcher import Batcher
 from deployments.metrics import ReplicaMetrics
-from deployments.protocol import EncodeCall, EncodeReply, PoolName, ReplicaState
+from deployments.protocol import EncodeCall, EncodeReply, EncodeResult, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
 from encoder.budgets import PackLimits, default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
+
+# Threads that wait for the interpreter's lock get it this soon. Python's own 5 ms are longer than a small batch takes,
+# and the thread that feeds the device asks for the lock after each of its many short calls.
+SWITCH_INTERVAL_S = 0.0002
 
 # Serve's defaults for a pool, overridden under `deployments:` in serve_config.yaml. The batcher is the queue: calls are
 # let through to it, and it refuses what it has no room for.
@@ -44,6 +51,7 @@ class PoolReplica:
         limits_of: Callable[[Settings], PackLimits],
         token_budgets: Mapping[str, Sequence[int]],
     ) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._pool, self._settings, self._limits_of = pool, settings, limits_of
         own: GraphSettings | EagerSettings = getattr(settings, pool)
         limits = limits_of(settings)
@@ -52,6 +60,7 @@ class PoolReplica:
         self._token_budgets = tuple(budget for budgets in token_budgets.values() for budget in budgets)
         self._t_capture = own.t_capture if isinstance(own, VideoSettings) else None
         self._id = uuid4().hex
+        self.calls = 0
         self._runner = EncoderRunner.from_checkpoint(
             folder,
             device=settings.device,
@@ -87,14 +96,18 @@ class PoolReplica:
         self._batcher.configure(self._work.limits, own.max_queued_items, own.max_queued_bytes)
 
     async def encode(self, call: EncodeCall) -> EncodeReply:
-        """The items' results. Cancelling the call drops those that still wait."""
+        """The items' results. Cancelling the call drops those that still wait, and stops what can be stopped."""
+        self.calls += 1
         self._work.note_behind(call.ingress, call.tokens_behind)
-        futures = []
-        for item in call.items:
-            futures.append(self._batcher.put(item))
-            self._work.add(item.size, futures[-1])
-        results = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        return EncodeReply(self._id, results)
+        futures = self._batcher.put(call.items)
+        for item, future in zip(call.items, futures, strict=True):
+            self._work.add(item.size, future)
+        try:
+            await all_done(futures)
+        except asyncio.CancelledError:
+            self._batcher.drop({item.id for item in call.items})
+            raise
+        return EncodeReply(self._id, [future.result() for future in futures])
 
     async def drop(self, ids: Collection[str]) -> None:
         """Forgets those of the items that wait here: nobody waits for them any more."""
@@ -110,6 +123,8 @@ class PoolReplica:
             token_budgets=self._token_budgets,
             t_capture=self._t_capture,
             limits=self._work.limits,
+            calls=self.calls,
+            batches=self._batcher.batches,
             busy_s=self._batcher.busy_s,
             hits=stats["hits"],
             misses=stats["misses"],
@@ -127,6 +142,29 @@ class PoolReplica:
         """Raises once a batch has failed as a whole, for ever: Serve then replaces the replica."""
         if self._batcher.fault is not None:
             raise RuntimeError(self._batcher.fault)
+
+
+async def all_done(futures: Sequence[Future[EncodeResult]]) -> None:
+    """Waits for all of them, and wakes the loop once."""
+    loop = asyncio.get_running_loop()
+    done, lock, left = loop.create_future(), threading.Lock(), len(futures)
+
+    def finish() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def count(_: Future[EncodeResult]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            loop.call_soon_threadsafe(finish)
+
+    for future in futures:
+        future.add_done_callback(count)
+    if futures:
+        await done
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:

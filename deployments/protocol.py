@@ -114,6 +114,7 @@ class ReplicaState:
     token_budgets: the captured budgets, ascending; empty in the eager pool.
     t_capture: temporal patches a video may have in a graph; None outside the video pool.
     limits: what one batch takes.
+    calls, batches: handle calls received, batches run.
     busy_s: seconds that the device has worked on batches.
     fault: why the replica must be replaced; None while it is well.
     """
@@ -125,6 +126,8 @@ class ReplicaState:
     token_budgets: tuple[int, ...]
     t_capture: int | None
     limits: PackLimits
+    calls: int = 0
+    batches: int = 0
     busy_s: float = 0.0
     hits: int = 0
     misses: int = 0

@@ -235,13 +235,19 @@ class EncoderCudaGraphManager:
 
     @torch.inference_mode()
     def execute_items(
-        self, mm_kwargs: MmKwargs, columns: Sequence[int] | None = None, stop: Stop | None = None
+        self,
+        mm_kwargs: MmKwargs,
+        columns: Sequence[int] | None = None,
+        stop: Stop | None = None,
+        *,
+        eager: bool = False,
     ) -> list[ItemOutput]:
         """As `execute`, with how each item was run. The tensors are copies, safe from later replays.
 
         Args:
             columns: leading columns to give of each item; None: all.
             stop: asked before each block of what does not run as a CUDA graph.
+            eager: run all items together without graphs.
 
         Raises:
             ValueError: the keys of `mm_kwargs` name no modality, or two.
@@ -251,7 +257,7 @@ class EncoderCudaGraphManager:
         specs = self.model.get_encoder_cudagraph_item_specs(mm_kwargs)
         columns = columns or [self.config.out_hidden_size] * len(specs)
         outputs: list[ItemOutput | None] = [None] * len(specs)
-        for batch in self._plan(modality, specs):
+        for batch in [Batch(tuple(range(len(specs))), None)] if eager else self._plan(modality, specs):
             for index, output in zip(
                 batch.indices, self._run_batch(modality, mm_kwargs, specs, batch, columns, stop), strict=True
             ):

@@ -30,12 +30,14 @@ class EncodeRequest:
 
 @dataclass(frozen=True)
 class EncodeOutput:
-    """embeddings: [rows, columns] float32 or float16, or uint16 that holds bfloat16 bits."""
+    """embeddings: [rows, columns] float32 or float16, or uint16 that holds bfloat16 bits.
+    has_nan: any of them is NaN."""
 
     embeddings: np.ndarray
     execution: Execution
     reason: str | None
     budget: int | None
+    has_nan: bool = False
 
 
 class PendingBatch:
@@ -45,11 +47,13 @@ class PendingBatch:
         self,
         outputs: Sequence[ItemOutput | Exception],
         rows: Sequence[torch.Tensor | None],
+        norms: torch.Tensor,
         span: tuple[torch.cuda.Event, torch.cuda.Event] | None,
         done: torch.cuda.Event | None,
         seconds: float,
     ) -> None:
-        self._outputs, self._rows, self._span, self._done, self._seconds = outputs, rows, span, done, seconds
+        self._outputs, self._rows, self._norms = outputs, rows, norms
+        self._span, self._done, self._seconds = span, done, seconds
 
     def result(self) -> list[EncodeOutput | Exception]:
         """Blocks until the embeddings are on the host. A bad item is an exception in its own place.
@@ -59,13 +63,15 @@ class PendingBatch:
         """
         if self._done is not None:
             self._done.synchronize()
+        has_nan = iter(self._norms.isnan().tolist())
         results: list[EncodeOutput | Exception] = []
         for output, rows in zip(self._outputs, self._rows, strict=True):
             if isinstance(output, Exception):
                 results.append(output)
             else:
                 assert rows is not None
-                results.append(EncodeOutput(_to_numpy(rows), output.execution, output.reason, output.budget))
+                array = _to_numpy(rows)
+                results.append(EncodeOutput(array, output.execution, output.reason, output.budget, next(has_nan)))
         return results
 
     @property
@@ -109,7 +115,8 @@ class EncoderRunner:
         """
         resolved = torch.device(resolve_device(device))
         if resolved.type == "cuda":
-            # Kernels are compiled and loaded for the current device.
+            # Kernels are compiled and loaded for the current device; which one that is must not change later.
+            resolved = torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
             torch.cuda.set_device(resolved)
         encoder = load_vision_encoder(
             folder,
@@ -124,10 +131,18 @@ class EncoderRunner:
         return cls(encoder, manager)
 
     @torch.inference_mode()
-    def submit(self, modality: Modality, requests: Sequence[EncodeRequest], stop: Stop | None = None) -> PendingBatch:
+    def submit(
+        self,
+        modality: Modality,
+        requests: Sequence[EncodeRequest],
+        stop: Stop | None = None,
+        *,
+        eager: bool = False,
+    ) -> PendingBatch:
         """Starts a batch. On CUDA it returns once everything is enqueued, on a CPU when the batch is done.
 
         Args:
+            eager: run without graphs.
             stop: asked before each block of what does not run as a CUDA graph, by the calling thread: so be it cheap.
 
         Raises:
@@ -138,10 +153,10 @@ class EncoderRunner:
         outputs: list[ItemOutput | Exception] = [fault or RuntimeError("not run") for fault in faults]
         started = time.perf_counter()
         if not self._cuda:
-            return self._submit(modality, requests, good, outputs, None, started, stop)
+            return self._submit(modality, requests, good, outputs, None, started, stop, eager)
         with torch.cuda.stream(self._compute):
             span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            return self._submit(modality, requests, good, outputs, span, started, stop)
+            return self._submit(modality, requests, good, outputs, span, started, stop, eager)
 
     def _submit(
         self,
@@ -152,8 +167,10 @@ class EncoderRunner:
         span: tuple[torch.cuda.Event, torch.cuda.Event] | None,
         started: float,
         stop: Stop | None,
+        eager: bool,
     ) -> PendingBatch:
         rows: list[torch.Tensor | None] = [None] * len(requests)
+        norms = torch.zeros(0)
         if good:
             frames = self._to_device([requests[i].frames for i in good])
             if span:
@@ -165,29 +182,43 @@ class EncoderRunner:
                 },
                 [self.main_width if requests[i].main_only else self.width for i in good],
                 stop,
+                eager=eager,
             )
             for i, result in zip(good, results, strict=True):
                 outputs[i] = result
                 rows[i] = result.embeddings
                 if requests[i].pooling == "mean":
                     rows[i] = result.embeddings.float().mean(0, keepdim=True).to(result.embeddings.dtype)
+            # A norm is NaN if any of its values is; float32 holds the norm of any other.
+            norms = torch.stack(torch._foreach_norm([row for row in rows if row is not None], 2, torch.float32))
         if span is None:
-            return PendingBatch(outputs, rows, None, None, time.perf_counter() - started)
+            return PendingBatch(outputs, rows, norms, None, None, time.perf_counter() - started)
         if not good:
             span[0].record(self._compute)
         span[1].record(self._compute)
         done = torch.cuda.Event(blocking=True)
         self._copy_out.wait_stream(self._compute)
         with torch.cuda.stream(self._copy_out):
-            for i in good:
-                source = rows[i]
-                assert source is not None
-                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-                host.copy_(source, non_blocking=True)
-                source.record_stream(self._copy_out)
-                rows[i] = host
+            if good:
+                on_host = self._to_host([*(row for row in rows if row is not None), norms])
+                for i, row in zip(good, on_host, strict=False):
+                    rows[i] = row
+                norms = on_host[-1]
             done.record(self._copy_out)
-        return PendingBatch(outputs, rows, span, done, 0.0)
+        return PendingBatch(outputs, rows, norms, span, done, 0.0)
+
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in pinned memory, on the current stream; neighbours in memory go in one copy."""
+        copies: list[torch.Tensor] = []
+        for run in adjacent_runs([(t.untyped_storage().data_ptr(), t.data_ptr(), t.nbytes) for t in tensors]):
+            source = tensors[run[0]]
+            whole = source.as_strided((sum(tensors[i].numel() for i in run),), (1,))
+            host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+            host.copy_(whole, non_blocking=True)
+            source.record_stream(self._copy_out)
+            parts = host.split([tensors[i].numel() for i in run])
+            copies += [part.view(tensors[i].shape) for i, part in zip(run, parts, strict=True)]
+        return copies
 
     def _to_device(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         if not self._cuda:
@@ -210,6 +241,18 @@ class EncoderRunner:
     def stats(self) -> dict[str, Any]:
         """Counters and what is captured; see `EncoderCudaGraphManager.stats`."""
         return self.manager.stats()
+
+
+def adjacent_runs(places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """Indices of `places` (allocation, address, bytes), in order, cut where one does not begin where the last ended."""
+    runs: list[list[int]] = []
+    for i, (allocation, address, _) in enumerate(places):
+        before = places[i - 1] if i else None
+        if before is not None and (allocation, address) == (before[0], before[1] + before[2]):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
 
 
 def resolve_device(device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from pathlib import Path
 from queue import Queue
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from encoder.checkpoint import write_tiny_checkpoint
 from encoder.defs import Modality
 from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, PendingBatch
 from tests.gpu.conftest import DEVICE, MODALITIES, Towers, level_rows, make_manager, relative_error
@@ -122,3 +124,14 @@ def test_busy_seconds(runner: EncoderRunner) -> None:
     pending = runner.submit("image", make_requests("image", 2))
     pending.result()
     assert 0 < pending.busy_seconds < 10
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_any_name_of_the_device_will_do(device: str, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    runner = EncoderRunner.from_checkpoint(folder, device=device, token_budgets={"image": [16]}, max_batch_size=2)
+    assert (runner.device, runner.dtype, runner.backend) == ("cuda:0", "bfloat16", "cuda-graph")
+    frames = np.zeros((1, 3, 64, 64), np.uint8)
+    (output,) = runner.submit("image", [EncodeRequest(frames)]).result()
+    assert isinstance(output, EncodeOutput)
+    assert (output.execution, output.budget, output.embeddings.shape) == ("graph", 16, (4, runner.width))

@@ -234,7 +234,7 @@ def test_replicas_report_their_queue() -> None:
     for kind in (ImageReplica, EagerReplica):
         replica = kind(settings)
         release, submit = Future[None](), replica._runner.submit
-        replica._runner.submit = lambda *args, r=release, s=submit: (r.result(), s(*args))[1]
+        replica._runner.submit = lambda *args, r=release, s=submit, **named: (r.result(), s(*args, **named))[1]
         try:
             table = cost_table(replica._runner)
             assert (table.graph.get(16), table.eager_cost(16)) in ((48.0, math.inf), (None, 48.0))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from deployments.batcher import Batcher, count_that_fit
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, Size
 from encoder.budgets import PackLimits
+from encoder.defs import Stopped
 from encoder.runner import EncodeOutput, EncodeRequest
 from tests.unit.conftest import Recorded
 
@@ -82,7 +84,9 @@ class HeldRunner:
     threads: set[int] = field(default_factory=set)
     failure: Exception | None = None
 
-    def submit(self, modality: str, requests: Sequence[EncodeRequest]) -> HeldBatch:
+    def submit(
+        self, modality: str, requests: Sequence[EncodeRequest], stop: Any = None, *, eager: bool = False
+    ) -> HeldBatch:
         self.threads.add(threading.get_ident())
         self.batches.append([value(request.frames) for request in requests])
         return HeldBatch(self, requests)
@@ -150,7 +154,12 @@ def make(runner: HeldRunner) -> Iterator[Make]:
 
 
 def put(batcher: Batcher, number: int, tokens: int = 1, deadline: float | None = None) -> Future[EncodeResult]:
-    return batcher.put(item(number, tokens, deadline))
+    return batcher.put([item(number, tokens, deadline)])[0]
+
+
+def drop(batcher: Batcher, *futures: Future[EncodeResult]) -> None:
+    tickets = [*batcher._queue, *batcher._started]
+    batcher.drop({ticket.item.id for ticket in tickets if ticket.future in futures})
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -198,8 +207,8 @@ def test_cancelled_items_never_reach_the_device(make: Make, runner: HeldRunner) 
     batcher = make()
     occupy(batcher, runner)
     futures = [put(batcher, i) for i in range(4)]
-    assert futures[0].cancel()
-    assert futures[2].cancel()
+    drop(batcher, futures[0], futures[2])
+    assert [futures[i].result(0).error for i in (0, 2)] == ["cancelled", "cancelled"]
     runner.gate.release(100)
     assert value(futures[3].result(10).embeddings) == 3
     assert runner.batches == [[200], [1, 3]]
@@ -223,7 +232,7 @@ def test_the_queue_is_bounded_in_items(make: Make, runner: HeldRunner) -> None:
     kept = [put(batcher, i) for i in range(2)]
     refused = put(batcher, 2).result(0)
     assert (refused.error, refused.embeddings) == ("overloaded", None)
-    assert kept[0].cancel()
+    drop(batcher, kept[0])
     again = put(batcher, 3)
     runner.gate.release(100)
     assert value(again.result(10).embeddings) == 3
@@ -265,7 +274,7 @@ def test_a_failed_batch_latches_a_fault(
         assert running.result(10).error == "fault"
     else:
 
-        def broken(modality: str, requests: Sequence[EncodeRequest]) -> HeldBatch:
+        def broken(*_: Any, **__: Any) -> HeldBatch:
             raise RuntimeError("CUDA error")
 
         monkeypatch.setattr(runner, "submit", broken)
@@ -284,8 +293,8 @@ def test_metrics_tell_what_was_encoded_what_was_dropped_and_what_waits(
     gone, late = put(batcher, 1, tokens=2), put(batcher, 2, deadline=time.time() + 3600)
     bad, good = put(batcher, 255), put(batcher, 3)
     assert put(batcher, 4).result(0).error == "overloaded"
-    assert gone.cancel()
-    batcher._queue[1].item = item(2, deadline=time.time() - 1)
+    drop(batcher, gone)
+    batcher._queue[0].item = item(2, deadline=time.time() - 1)
     runner.gate.release(2)
     results = [future.result(10) for future in (first, late, bad, good)]
     assert [result.error for result in results] == [None, "deadline", "internal", None]
@@ -297,8 +306,8 @@ def test_metrics_tell_what_was_encoded_what_was_dropped_and_what_waits(
     assert recorded["foveal_graph_hits"] == {("image", "64"): [1, 1]}
     assert recorded["foveal_queue_seconds"] == {("image",): [results[0].queue_s, results[3].queue_s]}
     assert recorded["foveal_encode_seconds"] == {("image",): [results[0].encode_s, results[3].encode_s]}
-    assert recorded["foveal_queue_items"]["image",] == [1, 0, 1, 2, 3, 4, 2, 0]
-    assert recorded["foveal_queue_tokens"]["image",] == [1, 0, 2, 3, 4, 5, 2, 0]
+    assert recorded["foveal_queue_items"]["image",] == [1, 0, 1, 2, 3, 4, 3, 2, 0]
+    assert recorded["foveal_queue_tokens"]["image",] == [1, 0, 2, 3, 4, 5, 3, 2, 0]
     runner.failure = RuntimeError("CUDA error")
     runner.gate.release(1)
     assert put(batcher, 5).result(10).error == "fault"
@@ -307,8 +316,91 @@ def test_metrics_tell_what_was_encoded_what_was_dropped_and_what_waits(
 
 def test_the_routers_reason_is_told(make: Make, runner: HeldRunner) -> None:
     runner.gate.release(100)
-    future = make().put(replace(item(1), reason="t_over_capture", waited_s=7.0))
+    future = make().put([replace(item(1), reason="t_over_capture", waited_s=7.0)])[0]
     assert future.result(10).reason == "t_over_capture"
+    assert 7.0 <= future.result(0).queue_s < 17.0
+
+
+def test_what_is_put_together_shares_a_batch(make: Make, runner: HeldRunner) -> None:
+    batcher = make()
+    futures = batcher.put([item(i) for i in range(5)])
+    runner.gate.release(100)
+    assert [value(future.result(10).embeddings) for future in futures] == [0, 1, 2, 3, 4]
+    assert runner.batches == [[0, 1, 2], [3, 4]]
+    wait_for(lambda: batcher.batches == 2)
+    assert batcher.busy_s == 0.5
+
+
+@pytest.mark.parametrize("unwanted", [(0, 1), (0,)], ids=["all", "one"])
+def test_a_running_batch_stops_once_nobody_wants_any_of_it(
+    make: Make, runner: HeldRunner, unwanted: tuple[int, ...]
+) -> None:
+    batcher, stopped = make(), threading.Event()
+
+    def submit(modality: str, requests: Sequence[EncodeRequest], stop: Callable[[], bool], *, eager: bool) -> HeldBatch:
+        limit = time.monotonic() + (10 if len(unwanted) == 2 else 0.2)
+        while time.monotonic() < limit:
+            if stop():
+                stopped.set()
+                raise Stopped
+            time.sleep(0.001)
+        return HeldBatch(runner, requests)
+
+    runner.submit = submit  # type: ignore[method-assign]
+    runner.gate.release(100)
+    futures = batcher.put([item(1), item(2)])
+    wait_for(lambda: len(batcher._started) == 2)
+    drop(batcher, *(futures[i] for i in unwanted))
+    errors = [future.result(10).error for future in futures]
+    assert errors == (["cancelled", "cancelled"] if len(unwanted) == 2 else [None, None])
+    assert stopped.is_set() == (len(unwanted) == 2)
+    assert batcher.state().cancelled == (2 if len(unwanted) == 2 else 0)
+    assert batcher.fault is None
+
+
+def nan_runner(runner: HeldRunner, nan_eagerly: bool) -> list[tuple[list[int], bool]]:
+    """Gives NaN for the item 7: from graphs, and eagerly too if asked to. What ran, and whether eagerly."""
+    ran: list[tuple[list[int], bool]] = []
+
+    class Batch(HeldBatch):
+        def result(self) -> list[EncodeOutput | Exception]:
+            eager = self.eager  # type: ignore[attr-defined]
+            return [
+                replace(output, has_nan=value(output.embeddings) == 7 and (nan_eagerly or not eager))
+                for output in super().result()
+                if isinstance(output, EncodeOutput)
+            ]
+
+    def submit(modality: str, requests: Sequence[EncodeRequest], stop: Any, *, eager: bool) -> HeldBatch:
+        ran.append(([value(request.frames) for request in requests], eager))
+        batch = Batch(runner, requests)
+        batch.eager = eager  # type: ignore[attr-defined]
+        return batch
+
+    runner.submit = submit  # type: ignore[method-assign]
+    return ran
+
+
+def test_an_item_of_nan_fails_alone_after_a_second_run(make: Make, runner: HeldRunner) -> None:
+    ran, batcher = nan_runner(runner, nan_eagerly=True), make()
+    runner.gate.release(100)
+    results = [future.result(10) for future in batcher.put([item(1), item(7), item(2), item(3)])]
+    assert [result.error for result in results] == [None, "internal", None, None]
+    assert ran[0] == ([1, 7, 2], False)
+    assert ([7], True) in ran[1:]
+    assert batcher.fault is None
+
+
+def test_a_nan_that_a_second_run_does_not_have_latches_a_fault(make: Make, runner: HeldRunner) -> None:
+    ran, batcher = nan_runner(runner, nan_eagerly=False), make()
+    runner.gate.release(100)
+    results = [future.result(10) for future in batcher.put([item(1), item(7), item(2)])]
+    assert [result.error for result in results] == [None, None, None]
+    assert [value(result.embeddings) for result in results] == [1, 7, 2]
+    assert ran == [([1, 7, 2], False), ([7], True)]
+    wait_for(lambda: batcher.fault is not None)
+    assert "NaN" in str(batcher.fault)
+    assert put(batcher, 3).result(0).error == "fault"
 
 
 def test_close_refuses_what_waits_and_finishes_what_runs(make: Make, runner: HeldRunner) -> None:

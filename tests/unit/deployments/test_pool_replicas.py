@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ def test_a_bad_item_fails_alone_and_the_replica_stays_well(make: Make) -> None:
 def test_a_failed_batch_makes_the_replica_unhealthy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = make(EagerReplica)
 
-    def broken(modality: str, requests: Sequence[Any]) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(replica._runner, "submit", broken)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from encoder.checkpoint import CheckpointError
 from encoder.defs import ItemOutput, Modality, Stopped
-from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, resolve_device, resolve_dtype
+from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, adjacent_runs, resolve_device, resolve_dtype
 from tests.unit.encoder.conftest import Reference, random_frames, reference_patches, relative_error, worst_level_error
 
 BUDGETS = {"image": [16, 64, 160], "video": [16, 64, 160]}
@@ -191,8 +194,8 @@ class TestOptions:
         given: list[torch.Tensor] = []
         execute_items = runner.manager.execute_items
 
-        def watched(*arguments: Any) -> list[ItemOutput]:
-            outputs = execute_items(*arguments)
+        def watched(*arguments: Any, **named: Any) -> list[ItemOutput]:
+            outputs = execute_items(*arguments, **named)
             given.extend(output.embeddings for output in outputs)
             return outputs
 
@@ -348,3 +351,45 @@ class TestState:
         assert resolve_dtype("auto", "cpu") == "float32"
         assert resolve_dtype("auto", "cuda") == "bfloat16"
         assert resolve_dtype("float16", "cpu") == "float16"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.booleans()), max_size=12))
+def test_runs_are_of_neighbours_in_one_allocation(pieces: list[tuple[int, int, bool]]) -> None:
+    places, ends = [], dict.fromkeys(range(3), 0)
+    for allocation, size, gap in pieces:
+        start = ends[allocation] + gap
+        places.append((allocation, start, size))
+        ends[allocation] = start + size
+    runs = adjacent_runs(places)
+    assert [i for run in runs for i in run] == list(range(len(places)))
+    joined = [all(b[:2] == (a[0], a[1] + a[2]) for a, b in pairwise(places[i] for i in run)) for run in runs]
+    assert all(joined)
+    for before, after in pairwise(runs):
+        a, b = places[before[-1]], places[after[0]]
+        assert b[:2] != (a[0], a[1] + a[2])
+
+
+def test_nan_embeddings_are_told_item_by_item(tiny_folder: Path) -> None:
+    runner = make_runner(tiny_folder)
+    frames = [np.full((1, 3, 64, 64), value, np.uint8) for value in (0, 100, 200)]
+    real = runner.manager.execute_items
+
+    def poisoned(*args: Any, **named: Any) -> Any:
+        outputs = real(*args, **named)
+        outputs[1].embeddings[-1, -1] = float("nan")
+        outputs[2].embeddings[0, 0] = float("inf")
+        return outputs
+
+    runner.manager.execute_items = poisoned  # type: ignore[method-assign]
+    results = runner.submit("image", [EncodeRequest(f) for f in frames]).result()
+    assert [r.has_nan for r in results if isinstance(r, EncodeOutput)] == [False, True, False]
+
+
+def test_a_batch_can_be_run_without_graphs(runner: EncoderRunner) -> None:
+    requests = [EncodeRequest(random_frames((1, 3, 64, 96), seed)) for seed in (1, 2)]
+    graph, eager = (runner.submit("image", requests, eager=eager).result() for eager in (False, True))
+    for a, b in zip(graph, eager, strict=True):
+        assert isinstance(a, EncodeOutput)
+        assert isinstance(b, EncodeOutput)
+        assert (a.execution, b.execution, b.budget) == ("graph", "eager", None)
+        np.testing.assert_allclose(a.embeddings, b.embeddings, rtol=1e-4, atol=1e-5)
