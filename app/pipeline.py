@@ -189,14 +189,17 @@ class Pipeline:
         result = await self._pools.encode(pool, request)
         assert result.embeddings is not None
         assert result.execution is not None
-        dtype = result.dtype if options.dtype == "auto" else options.dtype
+        dtype, embeddings = result.dtype, result.embeddings
+        if options.dtype not in ("auto", dtype):
+            dtype = options.dtype
+            embeddings = await asyncio.to_thread(cast, embeddings, result.dtype, dtype)
         item = EncodedItem(
             index=index,
             modality=media.modality,
             grid_thw=grid,
             timestamps=media.timestamps,
-            embeddings=cast(result.embeddings, result.dtype, dtype),
-            shape=result.embeddings.shape,
+            embeddings=embeddings,
+            shape=embeddings.shape,
             dtype=dtype,
             pool=result.pool,
             execution=result.execution,
