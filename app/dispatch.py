@@ -13,12 +13,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from uuid import uuid4
 
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from app.errors import CODES, FovealError
@@ -91,10 +97,11 @@ class Dispatcher:
             raise
 
     def _pump_soon(self) -> None:
-        # At the end of this round of the loop: all that becomes ready in it can share a call.
+        # At the end of this round of the loop: all that becomes ready in it can share a call. In a context of its own:
+        # Serve cancels the calls that a request makes together with it, and these belong to several.
         if not self._pump_due:
             self._pump_due = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            asyncio.get_running_loop().call_soon(self._pump, context=Context())
 
     def _pump(self) -> None:
         self._pump_due = False
@@ -123,14 +130,13 @@ class Dispatcher:
     async def _answer(self, tickets: Sequence[_Ticket], response: DeploymentResponse[EncodeReply]) -> None:
         try:
             reply = await response
-        except RayActorError:
+        except (RayActorError, TaskCancelledError, RequestCancelledError, asyncio.CancelledError):
+            # Whoever left has been taken out of the call, so nobody whom this concerns has cancelled it.
             self._retry(tickets, f"two replicas of the {self._pool} pool died")
         except BackPressureError:
             self._fail(tickets, FovealError("overloaded", f"the {self._pool} pool is full", None, 1))
         except (DeploymentUnavailableError, ReplicaUnavailableError):
             self._fail(tickets, FovealError("unavailable", f"the {self._pool} pool has no healthy replica", None, 5))
-        except asyncio.CancelledError:
-            self._fail(tickets, FovealError("unavailable", "the call was cancelled", None, 1))
         except Exception as error:
             logger.error("a call to the %s pool failed", self._pool, exc_info=error)
             self._fail(tickets, FovealError("internal", CODES["internal"][1]))
@@ -192,7 +198,7 @@ class Dispatcher:
             self._unwanted = [one for one in self._unwanted if one not in ids]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

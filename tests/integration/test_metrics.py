@@ -69,6 +69,8 @@ def test_counts_are_exact_and_agree_with_server_timing(service: Service, client:
 
     gained = at_rest(service)
     gained.subtract(before)
+    busy = {pool: gained.pop(series("busy_seconds_total", pool=pool)) for pool in ("image", "video", "eager")}
+    assert all(0 < seconds < 60 for seconds in busy.values())
     assert {key: value for key, value in gained.items() if value and key[0].endswith(("_total", "_count"))} == {
         series("items_total", pool="image", execution="graph", reason="none"): 4,
         series("items_total", pool="video", execution="graph", reason="none"): 1,

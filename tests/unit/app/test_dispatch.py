@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from app.dispatch import FULL_CALLS, PARTIAL_CALLS, Dispatcher, calls_allowed
@@ -293,6 +294,44 @@ async def test_a_call_is_cancelled_once_nobody_wants_any_of_it(bench: Bench) -> 
     await bench.settle()
     assert call.cancelled
     assert len(bench.handle.dropped) == 1
+
+
+REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
+
+
+@bench_test
+async def test_calls_and_notes_belong_to_no_request(bench: Bench) -> None:
+    seen: list[str] = []
+    remote, broadcast = bench.handle.remote, bench.handle.broadcast
+    bench.handle.remote = lambda sent: (seen.append(REQUEST.get()), remote(sent))[1]  # type: ignore[method-assign]
+    bench.handle.broadcast = lambda *args: (seen.append(REQUEST.get()), broadcast(*args))[1]  # type: ignore[method-assign]
+    bench.handle.broadcast_gate.set()
+    REQUEST.set("one")
+    bench.put(item(0), item(1))
+    await bench.settle()
+    bench.put(item(2))
+    await bench.settle()
+    bench.tasks[0].cancel()
+    await bench.settle()
+    bench.handle.calls[1].future.set_exception(RayActorError())
+    await bench.settle()
+    assert len(bench.handle.calls) == 3
+    assert seen == ["none"] * 4
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), RequestCancelledError("id")])
+def test_a_call_that_somebody_else_cancels_is_made_again(error: BaseException) -> None:
+    async def run() -> None:
+        bench = Bench()
+        bench.put(item(0), item(1))
+        await bench.settle()
+        bench.handle.calls[0].future.set_exception(error)
+        await bench.settle()
+        assert bench.calls() == [[0, 1], [0, 1]]
+        bench.handle.calls[1].answer()
+        assert await bench.values() == [0, 1]
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 @bench_test
