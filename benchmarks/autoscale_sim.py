@@ -59,9 +59,8 @@ def _between(points: Sequence[tuple[int, float]], x: float) -> float:
 def measured_pools() -> dict[str, Pool]:
     """The pools with the H200's figures. The eager pool's own runs were not measured: `transformers` with packed
     attention stands in for them."""
-    rows = json.loads((RESULTS / "encoder-full-cuda.json").read_text())["rows"]
-    capture = json.loads((RESULTS / "encoder-full-cuda-capture.json").read_text())["capture"]
-    tables = capture["empty kernel caches"]["first"]["costs_ms"]
+    measured = json.loads((RESULTS / "encoder-full-cuda.json").read_text())
+    rows, tables = measured["rows"], measured["capture"]["empty kernel caches"]["first"]["costs_ms"]
     graphs = {m: CostTable({int(b): ms / 1e3 for b, ms in table.items()}) for m, table in tables.items()}
     wide = PackLimits(max_tokens=16384, max_items=8, max_seqs=16384)
     slower = tuple(

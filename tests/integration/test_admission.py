@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from benchmarks.service import Service
 from tests.integration.media import mp4, png
@@ -89,6 +92,36 @@ def test_clients_that_leave_take_all_with_them(
     # Channels between Ray's processes come and go by themselves.
     eventually(lambda: open_files(service) <= before + AT_ONCE)
     assert client.post("/v1/encode", content=PHOTO).status_code == 200
+
+
+def test_clients_that_leave_take_nobody_elses_answer(service: Service, client: httpx.Client) -> None:
+    """Items of those who leave and of those who stay share calls and batches."""
+    expected = load(client.post("/v1/encode", content=PHOTO).content)["0.embeddings"]
+    answers: list[httpx.Response] = []
+    left = threading.Event()
+
+    def stay() -> None:
+        with httpx.Client(base_url=service.url, timeout=120) as session:
+            while not left.is_set():
+                answers.append(session.post("/v1/encode", content=PHOTO))
+
+    staying = [threading.Thread(target=stay) for _ in range(4)]
+    for thread in staying:
+        thread.start()
+    for _ in range(0, 3 * DISCONNECTS, AT_ONCE):
+        connections = [connect(service) for _ in range(AT_ONCE)]
+        for connection in connections:
+            connection.sendall(post(len(PHOTO)) + PHOTO)
+        eventually(lambda: held(client)["in_flight"]["items"] > 0)
+        for connection in connections:
+            connection.close()
+    left.set()
+    for thread in staying:
+        thread.join()
+    assert len(answers) >= 4
+    assert {answer.status_code for answer in answers} == {200}
+    for answer in answers:
+        np.testing.assert_allclose(load(answer.content)["0.embeddings"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_uploads_that_stall_keep_nobody_out(service: Service, client: httpx.Client) -> None:
