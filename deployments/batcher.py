@@ -193,56 +193,67 @@ class Batcher:
             thread.join()
 
     def _work(self) -> None:
-        while True:
-            self._slots.acquire()
-            batch = self._next_batch()
-            if batch is None:
-                self._running.put(None)
-                return
-            started = time.perf_counter()
-            try:
-                pending = self._runner.submit(
-                    batch[0].size.modality,
-                    [EncodeRequest(t.item.frames, t.item.main_only, t.item.pooling) for t in batch],
-                    partial(_all_unwanted, batch),
-                    eager=batch[0].rerun,
-                )
-            except Stopped:
-                for ticket in batch:
-                    self._give_up(ticket)
-                self._slots.release()
-            except Exception as error:
-                self._break(batch, error)
-                self._slots.release()
-            else:
-                self._running.put((batch, pending, started))
+        # One batch a call: what a finished one held must not stay in a local until the next one comes.
+        while self._start_next():
+            pass
+        self._running.put(None)
+
+    def _start_next(self) -> bool:
+        """False once closed."""
+        self._slots.acquire()
+        batch = self._next_batch()
+        if batch is None:
+            return False
+        started = time.perf_counter()
+        try:
+            pending = self._runner.submit(
+                batch[0].size.modality,
+                [EncodeRequest(t.item.frames, t.item.main_only, t.item.pooling) for t in batch],
+                partial(_all_unwanted, batch),
+                eager=batch[0].rerun,
+            )
+        except Stopped:
+            for ticket in batch:
+                self._give_up(ticket)
+            self._slots.release()
+        except Exception as error:
+            self._break(batch, error)
+            self._slots.release()
+        else:
+            self._running.put((batch, pending, started))
+        finally:
+            self._started = []
+        return True
 
     def _collect(self) -> None:
         while (entry := self._running.get()) is not None:
-            batch, pending, started = entry
-            try:
-                outputs = pending.result()
-            except Exception as error:
-                self._break(batch, error)
-            else:
-                encode_s = time.perf_counter() - started
-                answered = [
-                    (ticket, self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s))
-                    for ticket, output in zip(batch, outputs, strict=True)
-                    if not self._to_rerun(ticket, output)
-                ]
-                for ticket, result in answered:
-                    ticket.future.set_result(result)
-                self.batches += 1
-                self.busy_s += pending.busy_seconds
-                self._metrics.batch(
-                    [ticket.size.tokens for ticket, _ in answered],
-                    [result for _, result in answered],
-                    encode_s,
-                    pending.busy_seconds,
-                )
-            finally:
-                self._slots.release()
+            self._finish(*entry)
+            del entry
+
+    def _finish(self, batch: list[_Ticket], pending: Pending, started: float) -> None:
+        try:
+            outputs = pending.result()
+        except Exception as error:
+            self._break(batch, error)
+        else:
+            encode_s = time.perf_counter() - started
+            answered = [
+                (ticket, self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s))
+                for ticket, output in zip(batch, outputs, strict=True)
+                if not self._to_rerun(ticket, output)
+            ]
+            for ticket, result in answered:
+                ticket.future.set_result(result)
+            self.batches += 1
+            self.busy_s += pending.busy_seconds
+            self._metrics.batch(
+                [ticket.size.tokens for ticket, _ in answered],
+                [result for _, result in answered],
+                encode_s,
+                pending.busy_seconds,
+            )
+        finally:
+            self._slots.release()
 
     def _next_batch(self) -> list[_Ticket] | None:
         """Waits for work; None once closed."""
