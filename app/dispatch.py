@@ -149,7 +149,7 @@ class Dispatcher:
             self._pump_soon()
 
     def _settle(self, ticket: _Ticket, result: EncodeResult) -> None:
-        if result.error == "fault":
+        if result.error in ("fault", "cancelled"):  # the latter is news only if the item is still wanted
             self._retry([ticket], "the replica is broken and is being replaced")
         elif result.error is None:
             if not ticket.future.done():
@@ -163,6 +163,8 @@ class Dispatcher:
         again = [ticket for ticket in tickets if not ticket.retried and not ticket.future.done()]
         self._fail([t for t in tickets if t.retried], FovealError("unavailable", message, None, 5))
         for ticket in reversed(again):
+            # A new id: what is said of the first call must not reach the second.
+            ticket.item = replace(ticket.item, id=uuid4().hex)
             ticket.retried, ticket.call = True, None
             self._waiting.appendleft(ticket)
 

@@ -192,7 +192,7 @@ async def test_replicas_are_learned_from_their_answers(bench: Bench) -> None:
     assert bench.calls()[2:] == [[0], [1], [2], [3]]
 
 
-@pytest.mark.parametrize("fault", ["dead", "broken"])
+@pytest.mark.parametrize("fault", ["dead", "fault", "cancelled"])
 def test_a_dead_or_broken_replica_costs_one_more_call_at_the_front(fault: str) -> None:
     async def run() -> None:
         bench = Bench()
@@ -203,9 +203,11 @@ def test_a_dead_or_broken_replica_costs_one_more_call_at_the_front(fault: str) -
         if fault == "dead":
             bench.handle.calls[0].future.set_exception(RayActorError())
         else:
-            bench.handle.calls[0].answer(error="fault", message="CUDA error")
+            bench.handle.calls[0].answer(error=fault, message="CUDA error")
         await bench.settle()
         assert bench.calls()[2:] == [[0, 2]]
+        ids = [one.id for call in bench.handle.calls for one in call.sent.items]
+        assert len(set(ids)) == len(ids)
         for call in bench.handle.calls[1:]:
             call.answer()
         assert await bench.values() == [0, 1, 2]
