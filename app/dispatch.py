@@ -29,7 +29,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from app.errors import CODES, FovealError
 from deployments.batcher import count_that_fit
-from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, PoolName
+from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, PoolName, Size
 from encoder.budgets import PackLimits
 
 logger = logging.getLogger("foveal")
@@ -40,6 +40,8 @@ FULL_CALLS = 4
 # A replica that has not answered for so long may be gone.
 REPLICA_SEEN_S = 30.0
 DROP_TIMEOUT_S = 2.0
+UNCALLABLE = (BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError)
+TWO_DIED = "two replicas of the {} pool died"
 _REFUSED = {"overloaded": 1, "deadline": None, "internal": None}  # what a replica says of an item: Retry-After
 
 
@@ -48,9 +50,17 @@ def calls_allowed(full: bool, replicas: int) -> int:
     return (FULL_CALLS if full else PARTIAL_CALLS) * max(replicas, 1)
 
 
+def uncallable(pool: PoolName, error: Exception) -> FovealError:
+    """What a client is told of one of `UNCALLABLE`, with which Serve refuses a call to the pool."""
+    if isinstance(error, BackPressureError):
+        return FovealError("overloaded", f"the {pool} pool is full", None, 1)
+    return FovealError("unavailable", f"the {pool} pool has no healthy replica", None, 5)
+
+
 @dataclass(eq=False)
 class _Ticket:
     item: EncodeItem
+    size: Size
     future: asyncio.Future[EncodeResult]
     arrived: float = field(default_factory=time.perf_counter)
     call: _Call | None = None
@@ -87,7 +97,7 @@ class Dispatcher:
         Raises:
             FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
         """
-        ticket = _Ticket(item, asyncio.get_running_loop().create_future())
+        ticket = _Ticket(item, item.size, asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         self._pump_soon()
         try:
@@ -106,7 +116,7 @@ class Dispatcher:
     def _pump(self) -> None:
         self._pump_due = False
         while self._waiting:
-            count = count_that_fit((ticket.item.size for ticket in self._waiting), self._limits)
+            count = count_that_fit((ticket.size for ticket in self._waiting), self._limits)
             full = count < len(self._waiting) or count == self._limits.max_items
             if self._under_way >= calls_allowed(full, self._replicas()):
                 return
@@ -116,7 +126,7 @@ class Dispatcher:
 
     def _send(self, tickets: Sequence[_Ticket]) -> DeploymentResponse[EncodeReply]:
         now = time.perf_counter()
-        behind = sum(ticket.item.size.tokens for ticket in self._waiting) // max(self._replicas(), 1)
+        behind = sum(ticket.size.tokens for ticket in self._waiting) // max(self._replicas(), 1)
         items = [replace(ticket.item, waited_s=now - ticket.arrived) for ticket in tickets]
         response = cast(
             DeploymentResponse[EncodeReply],
@@ -132,11 +142,9 @@ class Dispatcher:
             reply = await response
         except (RayActorError, TaskCancelledError, RequestCancelledError, asyncio.CancelledError):
             # Whoever left has been taken out of the call, so nobody whom this concerns has cancelled it.
-            self._retry(tickets, f"two replicas of the {self._pool} pool died")
-        except BackPressureError:
-            self._fail(tickets, FovealError("overloaded", f"the {self._pool} pool is full", None, 1))
-        except (DeploymentUnavailableError, ReplicaUnavailableError):
-            self._fail(tickets, FovealError("unavailable", f"the {self._pool} pool has no healthy replica", None, 5))
+            self._retry(tickets, TWO_DIED.format(self._pool))
+        except UNCALLABLE as error:
+            self._fail(tickets, uncallable(self._pool, error))
         except Exception as error:
             logger.error("a call to the %s pool failed", self._pool, exc_info=error)
             self._fail(tickets, FovealError("internal", CODES["internal"][1]))

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatusOverview
 
-from app.dispatch import Dispatcher
+from app.dispatch import TWO_DIED, UNCALLABLE, Dispatcher, uncallable
 from app.errors import FovealError
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
 
@@ -121,12 +121,9 @@ class Pools:
                     break
                 except RayActorError:
                     if last_try:
-                        raise FovealError("unavailable", f"two replicas of the {pool} pool died", None, 5) from None
-                except BackPressureError:
-                    raise FovealError("overloaded", f"the {pool} pool is full", None, 1) from None
-                except (DeploymentUnavailableError, ReplicaUnavailableError):
-                    message = f"the {pool} pool has no healthy replica"
-                    raise FovealError("unavailable", message, None, 5) from None
+                        raise FovealError("unavailable", TWO_DIED.format(pool), None, 5) from None
+                except UNCALLABLE as error:
+                    raise uncallable(pool, error) from None
         return self._known[pool]
 
     async def _states(self, handle: DeploymentHandle) -> list[ReplicaState]:

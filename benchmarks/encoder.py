@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.full_checkpoint import VISION
 from encoder.attention import Attention, FlashAttention4, FlashVarlen, SegmentSdpa, has_triton, missing_package
 from encoder.budgets import default_token_budgets
 from encoder.defs import Modality, Stop
@@ -47,16 +48,7 @@ from encoder.qwen3_vl import Qwen3VLVisionEncoder, VisionConfig
 from encoder.runner import EncodeRequest, EncoderRunner
 
 TOWERS: dict[str, dict[str, Any]] = {
-    # The vision_config of Qwen3-VL-8B.
-    "full": {
-        "depth": 27,
-        "hidden_size": 1152,
-        "num_heads": 16,
-        "intermediate_size": 4304,
-        "out_hidden_size": 4096,
-        "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [8, 16, 24],
-    },
+    "full": VISION,
     "tiny": {
         "depth": 4,
         "hidden_size": 144,

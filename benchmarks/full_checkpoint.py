@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-VISION = {
+# The vision_config of Qwen3-VL-8B.
+VISION: dict[str, Any] = {
     "depth": 27,
     "hidden_size": 1152,
     "num_heads": 16,
