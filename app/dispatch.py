@@ -12,9 +12,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any, cast
 from uuid import uuid4
 
@@ -28,9 +30,9 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from app.errors import CODES, FovealError
+from app.lanes import Hub, Lane, LaneLost, Lanes
 from deployments.batcher import count_that_fit
-from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, PoolName, Size
-from encoder.budgets import PackLimits
+from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, PoolName, ReplicaState, Size
 
 logger = logging.getLogger("foveal")
 
@@ -69,19 +71,24 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _Call:
+    """lane: that it went by; None: through Serve."""
+
     wanted: set[_Ticket]
-    response: DeploymentResponse[EncodeReply]
+    lane: Lane | None
+    cancel: Callable[[], object]
 
 
 class Dispatcher:
     """The way to one pool. Belongs to one event loop.
 
     Args:
-        limits: what one batch of the pool takes, so what one call may carry.
+        state: of one replica of the pool; the others are alike. What one batch takes is what one call may carry.
+        hub: where replicas of this node connect, so that calls to them need not go through Serve; None: all go there.
     """
 
-    def __init__(self, pool: PoolName, handle: DeploymentHandle, limits: PackLimits) -> None:
-        self._pool, self._handle, self._limits = pool, handle, limits
+    def __init__(self, pool: PoolName, handle: DeploymentHandle, state: ReplicaState, hub: Hub | None = None) -> None:
+        self._pool, self._handle, self._limits, self._hub = pool, handle, state.limits, hub
+        self._lanes = None if hub is None else Lanes(handle, hub, state, self._pump_soon)
         self._id = uuid4().hex
         self._waiting: deque[_Ticket] = deque()
         self._under_way = 0
@@ -97,6 +104,8 @@ class Dispatcher:
         Raises:
             FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
         """
+        if self._hub is not None and self._lanes is not None and self._lanes.in_use:
+            item = replace(item, frames=await self._hub.place(item.frames))
         ticket = _Ticket(item, item.size, asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         self._pump_soon()
@@ -120,27 +129,43 @@ class Dispatcher:
             full = count < len(self._waiting) or count == self._limits.max_items
             if self._under_way >= calls_allowed(full, self._replicas()):
                 return
+            lane = None
+            # What has met a dead replica goes by Serve, who may know better which ones live.
+            if self._lanes is not None and not any(ticket.retried for ticket in islice(self._waiting, count)):
+                lane = self._lanes.take()
+                if lane is None and self._lanes.open():
+                    return
             tickets = [self._waiting.popleft() for _ in range(count)]
             self._under_way += 1
-            self._spawn(self._answer(tickets, self._send(tickets)))
+            self._spawn(self._answer(tickets, *self._send(tickets, lane)))
 
-    def _send(self, tickets: Sequence[_Ticket]) -> DeploymentResponse[EncodeReply]:
+    def _send(self, tickets: Sequence[_Ticket], lane: Lane | None) -> tuple[Awaitable[EncodeReply], Lane | None]:
+        """What becomes the reply, and the lane that it comes by."""
         now = time.perf_counter()
         behind = sum(ticket.size.tokens for ticket in self._waiting) // max(self._replicas(), 1)
         items = [replace(ticket.item, waited_s=now - ticket.arrived) for ticket in tickets]
-        response = cast(
-            DeploymentResponse[EncodeReply],
-            self._handle.options(method_name="encode").remote(EncodeCall(self._id, items, behind)),
-        )
-        call = _Call(set(tickets), response)
+        sent = EncodeCall(self._id, items, behind)
+        reply: Awaitable[EncodeReply] | None = None
+        if lane is not None:
+            assert self._lanes is not None
+            reply = lane.call(sent)
+            if reply is None:
+                self._lanes.give_back(lane)
+                lane = None
+        if lane is None or reply is None:
+            response = self._handle.options(method_name="encode").remote(sent)
+            reply = cast(DeploymentResponse[EncodeReply], response)
+            call = _Call(set(tickets), None, response.cancel)
+        else:
+            call = _Call(set(tickets), lane, partial(lane.drop, [item.id for item in items]))
         for ticket in tickets:
             ticket.call = call
-        return response
+        return reply, lane
 
-    async def _answer(self, tickets: Sequence[_Ticket], response: DeploymentResponse[EncodeReply]) -> None:
+    async def _answer(self, tickets: Sequence[_Ticket], coming: Awaitable[EncodeReply], lane: Lane | None) -> None:
         try:
-            reply = await response
-        except (RayActorError, TaskCancelledError, RequestCancelledError, asyncio.CancelledError):
+            reply = await coming
+        except (LaneLost, RayActorError, TaskCancelledError, RequestCancelledError, asyncio.CancelledError):
             # Whoever left has been taken out of the call, so nobody whom this concerns has cancelled it.
             self._retry(tickets, TWO_DIED.format(self._pool))
         except UNCALLABLE as error:
@@ -152,8 +177,15 @@ class Dispatcher:
             self._seen[reply.replica] = time.monotonic()
             for ticket, result in zip(tickets, reply.results, strict=True):
                 self._settle(ticket, result)
+            if lane is not None and any(result.error == "fault" for result in reply.results):
+                lane.close()
         finally:
+            for ticket in tickets:
+                if ticket.call is not None:
+                    ticket.call.wanted.clear()  # or pixels and embeddings stay until a cycle of references is found
             self._under_way -= 1
+            if lane is not None and self._lanes is not None:
+                self._lanes.give_back(lane)
             self._pump_soon()
 
     def _settle(self, ticket: _Ticket, result: EncodeResult) -> None:
@@ -189,7 +221,10 @@ class Dispatcher:
             return
         ticket.call.wanted.discard(ticket)
         if not ticket.call.wanted:
-            ticket.call.response.cancel()
+            ticket.call.cancel()
+            return
+        if ticket.call.lane is not None:
+            ticket.call.lane.drop([ticket.item.id])
             return
         self._unwanted.append(ticket.item.id)
         if len(self._unwanted) == 1:

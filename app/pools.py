@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import DeploymentStatusOverview
 
+from app.arena import Arena
 from app.dispatch import TWO_DIED, UNCALLABLE, Dispatcher, uncallable
 from app.errors import FovealError
+from app.lanes import Hub
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
 
 STATE_TIMEOUT_S = 2.0
@@ -85,13 +89,21 @@ class Pools:
         self._handles = handles
         self._dispatchers: dict[PoolName, Dispatcher] = {}
         self._known: dict[PoolName, ReplicaState] = {}
+        self._hub: Hub | None = None
 
     async def encode(self, pool: PoolName, item: EncodeItem) -> EncodeResult:
         """As `Dispatcher.encode` of the pool."""
         if pool not in self._dispatchers:
-            dispatcher = Dispatcher(pool, self._handles[pool], (await self._fixed(pool)).limits)
-            self._dispatchers.setdefault(pool, dispatcher)
+            state = await self._fixed(pool)
+            if pool not in self._dispatchers:
+                self._dispatchers[pool] = Dispatcher(pool, self._handles[pool], state, self._hub_here())
         return await self._dispatchers[pool].encode(item)
+
+    def _hub_here(self) -> Hub | None:
+        """None where a system has no memory without a name, or Ray is not there: tests of single parts."""
+        if self._hub is None and hasattr(os, "memfd_create") and ray.is_initialized():
+            self._hub = Hub(ray.get_runtime_context().get_node_id(), Arena())
+        return self._hub
 
     async def largest_budget(self, modality: Literal["image", "video"]) -> int:
         """Tokens of the largest graph of the modality's pool."""

@@ -7,6 +7,7 @@ Items that wait can still be cancelled, expire, or be joined by younger ones.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -43,6 +44,29 @@ def count_that_fit(waiting: Iterable[Size], limits: PackLimits) -> int:
         modality = size.modality
         count += 1
     return count
+
+
+async def all_done(futures: Sequence[Future[EncodeResult]]) -> None:
+    """Waits for all of them, and wakes the loop once."""
+    loop = asyncio.get_running_loop()
+    done, lock, left = loop.create_future(), threading.Lock(), len(futures)
+
+    def finish() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def count(_: Future[EncodeResult]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            loop.call_soon_threadsafe(finish)
+
+    for future in futures:
+        future.add_done_callback(count)
+    if futures:
+        await done
 
 
 class Pending(Protocol):

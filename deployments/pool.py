@@ -10,9 +10,12 @@ from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
+import ray
+
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings, change_pool
-from deployments.batcher import Batcher
+from deployments.batcher import Batcher, all_done
+from deployments.lane import LaneOffer, LaneServer
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeCall, EncodeReply, EncodeResult, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
@@ -80,6 +83,8 @@ class PoolReplica:
             max_queued_items=own.max_queued_items,
             max_queued_bytes=own.max_queued_bytes,
         )
+        self._lock = threading.Lock()
+        self._lanes = LaneServer(node_id(), self._id, self._put, self._batcher.drop)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve calls it with the deployment's `user_config` at the start and when it changes.
@@ -97,11 +102,7 @@ class PoolReplica:
 
     async def encode(self, call: EncodeCall) -> EncodeReply:
         """The items' results. Cancelling the call drops those that still wait, and stops what can be stopped."""
-        self.calls += 1
-        self._work.note_behind(call.ingress, call.tokens_behind)
-        futures = self._batcher.put(call.items)
-        for item, future in zip(call.items, futures, strict=True):
-            self._work.add(item.size, future)
+        futures = self._put(call)
         try:
             await all_done(futures)
         except asyncio.CancelledError:
@@ -109,9 +110,22 @@ class PoolReplica:
             raise
         return EncodeReply(self._id, [future.result() for future in futures])
 
+    async def lane(self, offer: LaneOffer) -> bool:
+        """Serves calls past the handle, as long as the ingress likes; False if it is on another node."""
+        return await self._lanes.serve(offer)
+
     async def drop(self, ids: Collection[str]) -> None:
         """Forgets those of the items that wait here: nobody waits for them any more."""
         self._batcher.drop(ids)
+
+    def _put(self, call: EncodeCall) -> list[Future[EncodeResult]]:
+        with self._lock:
+            self.calls += 1
+        self._work.note_behind(call.ingress, call.tokens_behind)
+        futures = self._batcher.put(call.items)
+        for item, future in zip(call.items, futures, strict=True):
+            self._work.add(item.size, future)
+        return futures
 
     async def state(self) -> ReplicaState:
         stats = self._runner.stats()
@@ -120,6 +134,8 @@ class PoolReplica:
             attention=self._runner.attention,
             device=self._runner.device,
             dtype=self._runner.dtype,
+            width=self._runner.width,
+            main_width=self._runner.main_width,
             token_budgets=self._token_budgets,
             t_capture=self._t_capture,
             limits=self._work.limits,
@@ -144,27 +160,9 @@ class PoolReplica:
             raise RuntimeError(self._batcher.fault)
 
 
-async def all_done(futures: Sequence[Future[EncodeResult]]) -> None:
-    """Waits for all of them, and wakes the loop once."""
-    loop = asyncio.get_running_loop()
-    done, lock, left = loop.create_future(), threading.Lock(), len(futures)
-
-    def finish() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def count(_: Future[EncodeResult]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            loop.call_soon_threadsafe(finish)
-
-    for future in futures:
-        future.add_done_callback(count)
-    if futures:
-        await done
+def node_id() -> str:
+    """Ray's id of this node; "" outside of Ray."""
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:

@@ -111,6 +111,7 @@ class QueueState:
 class ReplicaState:
     """What one replica is and what it has done. Counters are in items; tokens as in `GraphStats`.
 
+    width, main_width: columns of the embeddings, and of those of a `main_only` item.
     token_budgets: the captured budgets, ascending; empty in the eager pool.
     t_capture: temporal patches a video may have in a graph; None outside the video pool.
     limits: what one batch takes.
@@ -123,6 +124,8 @@ class ReplicaState:
     attention: str
     device: str
     dtype: str
+    width: int
+    main_width: int
     token_budgets: tuple[int, ...]
     t_capture: int | None
     limits: PackLimits
@@ -135,3 +138,8 @@ class ReplicaState:
     used_tokens: int = 0
     queue: QueueState = field(default_factory=QueueState)
     fault: str | None = None
+
+    def result_bytes(self, item: EncodeItem) -> int:
+        """Of the item's embeddings."""
+        rows = 1 if item.pooling == "mean" else item.size.tokens
+        return rows * (self.main_width if item.main_only else self.width) * (4 if self.dtype == "float32" else 2)

@@ -17,10 +17,11 @@ from ray.serve.handle import DeploymentHandle
 
 from app.dispatch import FULL_CALLS, PARTIAL_CALLS, Dispatcher, calls_allowed
 from app.errors import FovealError
-from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult
+from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResult, ReplicaState
 from encoder.budgets import PackLimits
 
 LIMITS = PackLimits(max_tokens=8, max_items=4, max_seqs=4)
+STATE = ReplicaState("cpu-static", "sdpa", "cpu", "float32", 1, 1, (8,), None, LIMITS)
 GOOD = EncodeResult(np.zeros((1, 1), np.float32), "float32", "image", "graph")
 
 
@@ -86,7 +87,7 @@ class Bench:
 
     def __init__(self, limits: PackLimits = LIMITS) -> None:
         self.handle = Handle()
-        self.dispatcher = Dispatcher("image", cast(DeploymentHandle, self.handle), limits)
+        self.dispatcher = Dispatcher("image", cast(DeploymentHandle, self.handle), replace(STATE, limits=limits))
         self.tasks: list[asyncio.Task[EncodeResult]] = []
 
     def put(self, *items: EncodeItem) -> None:

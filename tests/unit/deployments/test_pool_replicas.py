@@ -43,6 +43,7 @@ def make() -> Iterator[Make]:
     yield build
     for replica in made:
         replica._batcher.close()
+        replica._lanes.close()
 
 
 def encode(replica: PoolReplica, *items: EncodeItem) -> list[EncodeResult]:
