@@ -1,8 +1,8 @@
-"""Groups the items bound for one pool into handle calls: a call costs milliseconds, whatever it carries.
+"""Groups the items bound for one pool into calls: a call has a cost of its own, whatever it carries.
 
     encode() -> waiting, oldest first -> a call, at most one batch of the pool -> a replica -> each item's future
 
-No timer: on an idle pool an item leaves at once. What arrives while enough calls are under way to keep the replicas
+A call goes by a lane to a replica of this node (`deployments/lane.py`), or else through Serve. No timer: on an idle pool an item leaves at once. What arrives while enough calls are under way to keep the replicas
 supplied waits here, where it can still be joined, and leaves as one call when one of them returns.
 """
 

@@ -75,6 +75,7 @@ class PoolView:
             "hits": sum(r.hits for r in self.replicas),
             "misses": sum(r.misses for r in self.replicas),
             "calls": sum(r.calls for r in self.replicas),
+            "lane_calls": sum(r.lane_calls for r in self.replicas),
             "batches": sum(r.batches for r in self.replicas),
             "busy_s": sum(r.busy_s for r in self.replicas),
             "padding_ratio": sum(r.budget_tokens for r in self.replicas) / used if used else None,

@@ -160,6 +160,7 @@ class LaneServer:
     ) -> None:
         self._node, self._replica, self._put, self._drop = node, replica, put, drop
         self._memories: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
+        self.calls = 0
         self._open: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="lane-copy")
@@ -241,6 +242,7 @@ class LaneServer:
 
     async def _answer(self, call: LaneCall, memory: np.ndarray, channel: socket.socket) -> None:
         items = [item.item(memory) for item in call.items]
+        self.calls += 1
         futures = self._put(EncodeCall(call.ingress, items, call.tokens_behind))
         del items
         await all_done(futures)

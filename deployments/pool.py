@@ -140,6 +140,7 @@ class PoolReplica:
             t_capture=self._t_capture,
             limits=self._work.limits,
             calls=self.calls,
+            lane_calls=self._lanes.calls,
             batches=self._batcher.batches,
             busy_s=self._batcher.busy_s,
             hits=stats["hits"],

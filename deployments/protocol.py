@@ -52,7 +52,7 @@ class EncodeItem:
 
 @dataclass(frozen=True)
 class EncodeCall:
-    """The items of one handle call, of any requests, at most what one batch takes.
+    """The items of one call, of any requests, at most what one batch takes.
 
     ingress: the replica that sends. tokens_behind: those that wait there for a call, this replica's share of them.
     """
@@ -115,7 +115,7 @@ class ReplicaState:
     token_budgets: the captured budgets, ascending; empty in the eager pool.
     t_capture: temporal patches a video may have in a graph; None outside the video pool.
     limits: what one batch takes.
-    calls, batches: handle calls received, batches run.
+    calls, batches: calls received, batches run. lane_calls: those of the calls that came past Serve's handle.
     busy_s: seconds that the device has worked on batches.
     fault: why the replica must be replaced; None while it is well.
     """
@@ -130,6 +130,7 @@ class ReplicaState:
     t_capture: int | None
     limits: PackLimits
     calls: int = 0
+    lane_calls: int = 0
     batches: int = 0
     busy_s: float = 0.0
     hits: int = 0

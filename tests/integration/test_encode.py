@@ -89,6 +89,20 @@ def test_pool_and_values(
     assert counters() == {"image": (0, 0), "video": (0, 0), "eager": (0, 0), expected["pool"]: (hit, miss)}
 
 
+@pytest.mark.parametrize(
+    ("sample", "pool"), [(png(64, 64, 1), "image"), (mp4(64, 64, 8, 2), "video"), (mp4(64, 64, 17, 3), "eager")]
+)
+def test_on_one_node_calls_go_past_the_handle(client: httpx.Client, sample: Sample, pool: str) -> None:
+    def calls() -> tuple[int, int]:
+        found = next(view for view in client.get("/v1/pools").json()["pools"] if view["name"] == pool)
+        return found["calls"], found["lane_calls"]
+
+    before = calls()
+    for _ in range(3):
+        assert client.post("/v1/encode", content=sample.data).status_code == 200
+    assert [after - once for after, once in zip(calls(), before, strict=True)] == [3, 3]
+
+
 def test_several_files_keep_their_order(client: httpx.Client, reference: Reference, counters: Counters) -> None:
     samples = [mp4(96, 96, 20, 1), png(256, 256, 2), webp_animation(64, 64, 4, 3), jpeg(320, 320, 4), png(288, 256, 5)]
     files = [("file", (f"{i}.bin", sample.data, "application/octet-stream")) for i, sample in enumerate(samples)]
