@@ -146,13 +146,15 @@ class Pipeline:
                     timings.note(fetch=fetch_s, decode=0.0)
                     return stored
             started = time.perf_counter()
-            decode: Callable[[], DecodedMedia] = (
-                partial(self._decoder.decode_frames, files, media_options)
-                if frames
-                else partial(self._decoder.decode, files[0], media_options)
-            )
-            waiters = self._clips if frames or is_clip(files[0]) else self._pictures
-            media = await loop.run_in_executor(waiters, decode)
+            clip = frames or is_clip(files[0])
+            media = None if clip else await self._decoder.decode_soon(files[0], media_options)
+            if media is None:
+                decode: Callable[[], DecodedMedia] = (
+                    partial(self._decoder.decode_frames, files, media_options)
+                    if frames
+                    else partial(self._decoder.decode, files[0], media_options)
+                )
+                media = await loop.run_in_executor(self._clips if clip else self._pictures, decode)
             timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
             return _Decoded(media, hash_)
         except FovealError as error:

@@ -2,9 +2,9 @@
 
 Checks between library calls stop most files that take too long, but one call into a codec can run for minutes, and a
 codec that crashes takes its process along. So the calls run in a few child processes: one that is over its time is
-ended and replaced, an item whose decoder dies gets a second one, and each may use a bounded amount of memory. Bytes and
-frames travel through anonymous shared memory, everything else as JSON: a child that a file has taken over can send
-nothing but numbers and an error.
+ended and replaced, an item whose decoder dies gets a second one, and each may use a bounded amount of memory. What is
+small travels in the messages themselves, larger bytes and frames through anonymous shared memory, everything else as
+JSON: a child that a file has taken over can send nothing but pixels, numbers and an error.
 
     DecodePool ── socket ── parent of decoders (imports everything once) ── fork ──┬─ decoder
         └────────────────────────── one socket each ───────────────────────────────┴─ decoder
@@ -15,11 +15,13 @@ Forking makes a replacement cheap and lets the decoders share the memory of what
 from __future__ import annotations
 
 import array
+import asyncio
 import json
 import mmap
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,10 @@ _START_S = 120.0
 KEPT_BYTES = 256 << 20
 # Codecs lose some bytes on some damaged files; a decoder is replaced before that adds up.
 ITEMS_EACH = 20_000
+# Of a file or of frames: what is smaller costs less inside the message than in shared memory.
+INLINE_BYTES = 192 << 10
+_HEAD = struct.Struct(">II")  # bytes of the JSON, bytes behind it
+_MAX_JSON_BYTES = 1 << 24
 CRASHED = "the decoder crashed on the content"
 
 
@@ -62,6 +68,7 @@ class DecodePool:
         for _ in range(limits.decode_processes + spare):
             self._places.put(None)
         self._closed = False
+        self._finishing: set[asyncio.Task[None]] = set()
 
     def decode(self, data: bytes | memoryview, options: MediaOptions) -> DecodedMedia:
         """As `app.media.decode.decode`, which runs in a decoder.
@@ -74,6 +81,40 @@ class DecodePool:
     def decode_frames(self, images: Sequence[bytes], options: MediaOptions) -> DecodedMedia:
         """As `app.media.decode.decode_frames`, which runs in a decoder."""
         return self._run("decode_frames", images, options)
+
+    async def decode_soon(self, data: bytes, options: MediaOptions) -> DecodedMedia | None:
+        """As `decode` without a thread that waits; None if `data` is large, no decoder is idle, or it died.
+
+        A decoder whose caller is cancelled first finishes what it has begun.
+        """
+        if self._closed or len(data) > INLINE_BYTES:
+            return None
+        try:
+            decoder = self._places.get_nowait()
+        except queue.Empty:
+            return None
+        if decoder is None:
+            self._places.put(None)
+            return None
+        try:
+            answer = decoder.ask("decode", data, options, self._limits.decode_timeout_s)
+        except _Lost:
+            self._free_aside(decoder)
+            return None
+        try:
+            await asyncio.wait([answer])
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._free_when_done(decoder, answer))
+            self._finishing.add(task)
+            task.add_done_callback(self._finishing.discard)
+            raise
+        self._free_answered(decoder, answer)
+        try:
+            return answer.result()
+        except _Lost:
+            return None
+        except TimeoutError:
+            raise timeout_error(self._limits.decode_timeout_s) from None
 
     def close(self) -> None:
         """Ends the decoders, the busy ones too."""
@@ -116,11 +157,35 @@ class DecodePool:
                     return media
             raise AssertionError("unreachable")
         finally:
-            if keep is not None and keep.served >= ITEMS_EACH:
-                keep = None
-            if decoder is not None and keep is None:
-                self._parent.end(decoder)
-            self._places.put(keep)
+            self._free(decoder, keep is not None)
+
+    def _free(self, decoder: _Decoder | None, keep: bool) -> None:
+        if decoder is not None and (not keep or decoder.served >= ITEMS_EACH):
+            self._parent.end(decoder)
+            decoder = None
+        self._places.put(decoder)
+
+    def _free_aside(self, decoder: _Decoder) -> None:
+        """Ends it, which may have to wait for another that starts."""
+        asyncio.get_running_loop().run_in_executor(None, self._free, decoder, False)
+
+    def _free_answered(self, decoder: _Decoder, answer: asyncio.Future[DecodedMedia]) -> None:
+        usable = answer.exception() is None or isinstance(answer.exception(), FovealError)
+        if usable and decoder.served < ITEMS_EACH:
+            self._places.put(decoder)
+        else:
+            self._free_aside(decoder)
+
+    async def _free_when_done(self, decoder: _Decoder, answer: asyncio.Future[DecodedMedia]) -> None:
+        try:
+            await asyncio.wait([answer])
+        finally:
+            if answer.done():
+                self._free_answered(decoder, answer)
+            else:
+                answer.cancel()
+                # After the loop has let go of its socket.
+                asyncio.get_running_loop().call_soon(self._free_aside, decoder)
 
 
 def _stopping() -> FovealError:
@@ -167,7 +232,7 @@ class _Parent:
 
     def _ask(self, request: dict[str, Any], fd: int | None = None) -> dict[str, Any]:
         try:
-            send(self._socket, request, fd)
+            send(self._socket, request, fd=fd)
             return receive(self._socket)[0]
         except (EOFError, OSError) as e:
             raise _Lost from e
@@ -206,31 +271,72 @@ class _Decoder:
         TimeoutError: it is over its time.
         _Lost: it is gone.
         """
-        self.served += 1
-        self.socket.settimeout(timeout_s + _GRACE_S)
         try:
-            fd = shared_memory(buffers)
-            try:
-                send(self.socket, {"task": task, "sizes": [len(b) for b in buffers], "options": asdict(options)}, fd)
-            finally:
-                os.close(fd)
+            self._send(task, buffers, options, timeout_s)
             return _decoded(*receive(self.socket))
         except (EOFError, ConnectionError, ValueError, KeyError) as e:
             raise _Lost from e
 
+    def ask(self, task: str, data: bytes, options: MediaOptions, timeout_s: float) -> asyncio.Future[DecodedMedia]:
+        """As `run` for one small buffer: a future of the running loop that ends as `run` does."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[DecodedMedia] = loop.create_future()
+        message = _Message()
 
-def _decoded(answer: dict[str, Any], fd: int | None) -> DecodedMedia:
-    if "code" in answer:
-        if answer["code"] not in CODES:
-            raise KeyError(answer["code"])
-        raise FovealError(str(answer["code"]), str(answer["message"]), answer["param"])
-    if fd is None:
-        raise KeyError("frames")
+        def read() -> None:
+            if answer.done():
+                return
+            try:
+                while not message.read(self.socket):
+                    pass
+                answer.set_result(_decoded(*message.parts()))
+            except FovealError as error:
+                answer.set_exception(error)
+            except BlockingIOError:
+                pass
+            except (EOFError, OSError, ValueError, KeyError) as error:
+                lost = _Lost()
+                lost.__cause__ = error
+                answer.set_exception(lost)
+
+        def late() -> None:
+            if not answer.done():
+                answer.set_exception(TimeoutError())
+
+        def done(_: object) -> None:
+            timer.cancel()
+            loop.remove_reader(fd)
+
+        try:
+            self._send(task, [data], options, timeout_s)
+        except OSError as e:
+            raise _Lost from e
+        self.socket.setblocking(False)
+        fd = self.socket.fileno()
+        timer = loop.call_later(timeout_s + _GRACE_S, late)
+        loop.add_reader(fd, read)
+        answer.add_done_callback(done)
+        return answer
+
+    def _send(self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, timeout_s: float) -> None:
+        self.served += 1
+        self.socket.settimeout(timeout_s + _GRACE_S)
+        message = {"task": task, "sizes": [len(b) for b in buffers], "options": asdict(options)}
+        send(self.socket, message, buffers)
+
+
+def _decoded(answer: dict[str, Any], fd: int | None, data: memoryview) -> DecodedMedia:
     try:
+        if "code" in answer:
+            if answer["code"] not in CODES:
+                raise KeyError(answer["code"])
+            raise FovealError(str(answer["code"]), str(answer["message"]), answer["param"])
         shape = tuple(int(n) for n in answer["shape"])
-        frames = np.frombuffer(mmap.mmap(fd, int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+        memory = data if fd is None else mmap.mmap(fd, int(np.prod(shape)))
+        frames = np.frombuffer(memory, dtype=np.uint8).reshape(shape)
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
     stamps = answer["timestamps"]
     return DecodedMedia(answer["modality"], frames, None if stamps is None else np.array(stamps, dtype=np.float32))
 
@@ -249,33 +355,74 @@ def shared_memory(buffers: Iterable[bytes | memoryview]) -> int:
     return fd
 
 
-def send(channel: socket.socket, message: dict[str, Any], fd: int | None = None) -> None:
-    """One JSON message, length first, with a file descriptor beside it."""
-    payload = json.dumps(message).encode()
-    channel.sendmsg(
-        [len(payload).to_bytes(4, "big")],
-        [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))],
-    )
-    channel.sendall(payload)
+def send(
+    channel: socket.socket,
+    message: dict[str, Any],
+    buffers: Sequence[bytes | memoryview] = (),
+    fd: int | None = None,
+) -> None:
+    """One JSON message, with `fd`, or with `buffers`: behind it or, if they are large, in shared memory."""
+    payload, size, ours = json.dumps(message).encode(), sum(len(b) for b in buffers), None
+    if size > INLINE_BYTES:
+        fd = ours = shared_memory(buffers)
+        buffers, size = (), 0
+    try:
+        rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        parts = b"".join((_HEAD.pack(len(payload), size), payload, *buffers))
+        sent = channel.sendmsg([parts], rights)
+        if sent < len(parts):
+            channel.sendall(memoryview(parts)[sent:])
+    finally:
+        if ours is not None:
+            os.close(ours)
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """The next message and the descriptor that came with it.
+def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None, memoryview]:
+    """The next message, the descriptor that came with it, and the bytes behind it.
 
     Raises:
         EOFError: the other side is gone.
+        ValueError: it does not keep to the protocol.
     """
-    head, fds, _, _ = socket.recv_fds(channel, 4, 1)
-    head += _exactly(channel, 4 - len(head))
-    message = json.loads(_exactly(channel, int.from_bytes(head, "big")))
-    return message, fds[0] if fds else None
+    message = _Message()
+    while not message.read(channel):
+        pass
+    return message.parts()
 
 
-def _exactly(channel: socket.socket, size: int) -> bytes:
-    body = bytearray()
-    while len(body) < size:
-        chunk = channel.recv(size - len(body))
+class _Message:
+    """One message as it comes in."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._fd: int | None = None
+
+    def read(self, channel: socket.socket) -> bool:
+        """Takes what has come; True once the message is complete."""
+        if self._data:
+            chunk = channel.recv(self._missing())
+        else:
+            chunk, fds, _, _ = socket.recv_fds(channel, _HEAD.size, 1)
+            self._fd = fds[0] if fds else None
         if not chunk:
             raise EOFError
-        body += chunk
-    return bytes(body)
+        self._data += chunk
+        return self._missing() == 0
+
+    def parts(self) -> tuple[dict[str, Any], int | None, memoryview]:
+        """The JSON, the descriptor, which is the caller's from then on, and the bytes behind the JSON."""
+        end = _HEAD.size + _HEAD.unpack_from(self._data)[0]
+        fd, self._fd = self._fd, None
+        return json.loads(self._data[_HEAD.size : end]), fd, memoryview(self._data)[end:]
+
+    def __del__(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def _missing(self) -> int:
+        if len(self._data) < _HEAD.size:
+            return _HEAD.size - len(self._data)
+        json_bytes, rest = _HEAD.unpack_from(self._data)
+        if json_bytes > _MAX_JSON_BYTES or rest > INLINE_BYTES:
+            raise ValueError("a message that is too large")
+        return _HEAD.size + json_bytes + rest - len(self._data)

@@ -21,7 +21,7 @@ from PIL import Image
 
 from app.errors import FovealError
 from app.media.decode import decode, decode_frames
-from app.media.pool import receive, send, shared_memory
+from app.media.pool import receive, send
 from app.media.types import DecodedMedia, MediaOptions
 from configs.processor import PixelRange, ProcessorConfig
 from configs.settings import Limits
@@ -36,13 +36,13 @@ def main(control: socket.socket) -> None:
     torch.set_num_threads(1)
     Image.init()
     _silence_libraries()
-    hello, _ = receive(control)
+    hello, _, _ = receive(control)
     limits = Limits(**hello["limits"])
     processor = _processor(hello["processor"])
     decoders: set[int] = set()
     while True:
         try:
-            request, fd = receive(control)
+            request, fd, _ = receive(control)
         except EOFError:
             return
         pid = request.get("pid", 0)
@@ -69,20 +69,23 @@ def _decode_until_closed(channel: socket.socket, processor: ProcessorConfig, lim
         _bound_memory(_BYTES_PER_PIXEL * limits.max_pixels + _BYTES_BESIDES)
     while True:
         try:
-            request, fd = receive(channel)
+            request, fd, data = receive(channel)
         except (EOFError, ConnectionError):
             return
-        if fd is None:
-            return
-        _answer(channel, request, fd, processor, limits)
+        _answer(channel, request, fd, data, processor, limits)
 
 
 def _answer(
-    channel: socket.socket, request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits
+    channel: socket.socket,
+    request: dict[str, Any],
+    fd: int | None,
+    data: memoryview,
+    processor: ProcessorConfig,
+    limits: Limits,
 ) -> None:
     """One item's frames or error; nothing of it is held afterwards."""
     try:
-        media = _run(request, fd, processor, limits)
+        media = _run(request, _bytes(request["sizes"], fd, data), processor, limits)
     except FovealError as e:
         send(channel, {"code": e.code, "message": e.message, "param": e.param})
     except MemoryError:
@@ -90,21 +93,24 @@ def _answer(
         send(channel, {"code": "too_many_pixels", "message": message, "param": None})
     else:
         stamps = None if media.timestamps is None else media.timestamps.tolist()
-        frames = shared_memory([media.frames.data])
-        send(channel, {"modality": media.modality, "shape": media.frames.shape, "timestamps": stamps}, frames)
-        os.close(frames)
+        answer = {"modality": media.modality, "shape": media.frames.shape, "timestamps": stamps}
+        send(channel, answer, [media.frames.data.cast("B")])
 
 
-def _run(request: dict[str, Any], fd: int, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
-    options = MediaOptions(**request["options"])
-    sizes: list[int] = request["sizes"]
-    data = b""
+def _bytes(sizes: list[int], fd: int | None, data: memoryview) -> bytes:
+    """What came behind the request, or in the shared memory beside it."""
+    if fd is None:
+        return bytes(data)
     try:
-        if sum(sizes):
-            with mmap.mmap(fd, sum(sizes), access=mmap.ACCESS_READ) as memory:
-                data = memory[:]
+        with mmap.mmap(fd, sum(sizes), access=mmap.ACCESS_READ) as memory:
+            return memory[:]
     finally:
         os.close(fd)
+
+
+def _run(request: dict[str, Any], data: bytes, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
+    options = MediaOptions(**request["options"])
+    sizes: list[int] = request["sizes"]
     if request["task"] == "decode":
         return decode(data, options, processor, limits)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

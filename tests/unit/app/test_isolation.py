@@ -36,6 +36,9 @@ class Held:
             assert self.finish.wait(60)
         return DecodedMedia("image", np.zeros((1, 3, 64, 64), np.uint8), None)
 
+    async def decode_soon(self, data: bytes, options: MediaOptions) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

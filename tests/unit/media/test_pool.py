@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from app.errors import FovealError
 from app.media.decode import decode, decode_frames
-from app.media.pool import CRASHED, DecodePool, _Decoder
+from app.media.pool import CRASHED, INLINE_BYTES, DecodePool, _Decoder
 from app.media.types import DecodedMedia, MediaOptions
 from configs.settings import Limits
 from tests.unit.media import makers as m
@@ -57,6 +58,76 @@ def test_errors_pass_through(pool: DecodePool) -> None:
         assert there.value.args == here.value.args
     with pytest.raises(FovealError, match="malformed_request"):
         pool.decode_frames([], MediaOptions())
+
+
+def test_an_idle_decoder_is_awaited_without_a_thread(pool: DecodePool) -> None:
+    pool.decode(STILL, MediaOptions())
+    large = m.save(m.scene(400, 500), "PNG")
+    assert len(large) > INLINE_BYTES
+
+    async def run() -> None:
+        answer = await pool.decode_soon(STILL, MediaOptions())
+        assert answer is not None
+        assert same(answer, decode(STILL, MediaOptions(), PROCESSOR, LIMITS))
+        with pytest.raises(FovealError, match="unsupported_media"):
+            await pool.decode_soon(b"no picture", MediaOptions())
+        assert await pool.decode_soon(large, MediaOptions()) is None
+
+    idle = pool.pids()
+    asyncio.run(run())
+    assert pool.pids() == idle
+
+
+def test_frames_of_any_size_come_back_whole(pool: DecodePool) -> None:
+    small = m.save(m.scene(64, 64), "PNG")
+
+    async def run() -> None:
+        for side in (64, 256, 288, 1024):  # below and above what goes inside a message
+            options = MediaOptions(min_pixels=side * side, max_pixels=side * side)
+            answer = await pool.decode_soon(small, options)
+            assert answer is not None
+            assert same(answer, decode(small, options, PROCESSOR, LIMITS))
+            assert same(answer, pool.decode(small, options))
+
+    asyncio.run(run())
+
+
+def test_an_awaited_decoder_is_freed_whatever_becomes_of_its_caller() -> None:
+    pool = DecodePool(PROCESSOR, Limits(decode_processes=1, decode_timeout_s=0.2))
+
+    def idle_pid() -> int:
+        while not pool.pids():
+            with suppress(FovealError):
+                pool.decode(STILL, MediaOptions())
+        return pool.pids()[0]
+
+    async def leaves(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        caller = asyncio.create_task(pool.decode_soon(STILL, MediaOptions()))
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert pool.pids() == []
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.wait(pool._finishing)
+
+    async def waits(pid: int, sent: signal.Signals) -> DecodedMedia | None:
+        os.kill(pid, sent)
+        return await pool.decode_soon(STILL, MediaOptions())
+
+    try:
+        first = idle_pid()
+        asyncio.run(leaves(first))
+        assert idle_pid() == first  # it finished, and serves on
+        with pytest.raises(FovealError, match="decode_timeout"):
+            asyncio.run(waits(first, signal.SIGSTOP))
+        second = idle_pid()
+        assert second != first
+        assert asyncio.run(waits(second, signal.SIGKILL)) is None
+        assert idle_pid() != second
+    finally:
+        pool.close()
 
 
 def test_many_threads_share_few_children(pool: DecodePool) -> None:
