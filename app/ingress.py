@@ -46,7 +46,7 @@ from app.pipeline import Pipeline, Timings
 from app.pools import Pools
 from app.store import Store
 from configs.processor import ProcessorConfig
-from configs.settings import Settings
+from configs.settings import Settings, change_limits
 from deployments.pool import SWITCH_INTERVAL_S
 from encoder.checkpoint import digest_checkpoint, read_vision_config, resolve_checkpoint
 
@@ -61,11 +61,20 @@ class IngressReplica:
     ) -> None:
         log_to_stdout()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._settings = settings
+        self._args = self._settings = settings
         self._folder = resolve_checkpoint(settings.model)
         self._pools = Pools({"image": image, "video": video, "eager": eager})
         store = None if settings.store.root is None else _open_store(settings, self._folder)
         self._pipeline = Pipeline(settings, ProcessorConfig.from_checkpoint(self._folder), self._pools, store)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve calls it with the deployment's `user_config` at the start and when it changes.
+
+        Raises:
+            ValueError: a name that is no field of `IngressUserConfig`, or a value that the settings refuse.
+        """
+        self._settings = change_limits(self._args, user_config)
+        self._pipeline.configure(self._settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         api = FastAPI(
@@ -94,11 +103,16 @@ class IngressReplica:
         api.add_api_route("/", _page("index.html"), include_in_schema=False)
         api.add_exception_handler(HTTPException, _http_error)
         # The last one added is the outermost.
-        limits = self._settings.limits
         self._in_flight = InFlight()
-        self._body_limits = BodyLimits(limits.max_body_bytes, limits.max_bytes_in_flight)
-        api.add_middleware(BodyCap, limits=self._body_limits, idle_s=limits.upload_idle_s, in_flight=self._in_flight)
-        api.add_middleware(Admission, max_items=limits.max_items_in_flight, in_flight=self._in_flight)
+        api.add_middleware(
+            BodyCap,
+            limits=self._body_limits,
+            idle_s=lambda: self._settings.limits.upload_idle_s,
+            in_flight=self._in_flight,
+        )
+        api.add_middleware(
+            Admission, max_items=lambda: self._settings.limits.max_items_in_flight, in_flight=self._in_flight
+        )
         if keys_file is not None:
             api.add_middleware(Auth, keys=KeyFile(Path(keys_file)))
         api.add_middleware(HeadAsGet)
@@ -140,7 +154,7 @@ class IngressReplica:
             async with self._deadline():
                 parsed, sources = read_call(media, options, limits)
                 received = sum(len(source.data or b"") for source in sources)
-                self._body_limits.check(received, self._in_flight.bytes)
+                self._body_limits().check(received, self._in_flight.bytes)
                 held = self._in_flight.hold_items(len(sources), 0, limits.max_items_in_flight)
                 size = received
                 self._in_flight.bytes += size
@@ -191,6 +205,9 @@ class IngressReplica:
         """Refuses requests from now on, and tells how many items are still under way. For who stops the service."""
         self._in_flight.stopping = True
         return self._in_flight.items
+
+    def _body_limits(self) -> BodyLimits:
+        return BodyLimits(self._settings.limits.max_body_bytes, self._settings.limits.max_bytes_in_flight)
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:

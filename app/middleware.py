@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -139,10 +139,10 @@ class Admission:
     """Bounds the items that are being received or worked on. Past the bound a request is refused before it is read.
 
     A request counts as one item until its route tells their number: `scope[HOLD_ITEMS](number)`. One that is alone is
-    always taken.
+    always taken. max_items: the bound as it is now.
     """
 
-    def __init__(self, app: ASGIApp, max_items: int, in_flight: InFlight) -> None:
+    def __init__(self, app: ASGIApp, max_items: Callable[[], int], in_flight: InFlight) -> None:
         self._app, self._max_items, self._in_flight = app, max_items, in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +153,7 @@ class Admission:
 
         def hold(items: int) -> None:
             nonlocal held
-            held = self._in_flight.hold_items(items, held, self._max_items)
+            held = self._in_flight.hold_items(items, held, self._max_items())
 
         try:
             hold(1)
@@ -198,10 +198,12 @@ class BodyCap:
     """Bounds bodies in bytes, and the time in which nothing comes of one that is not complete.
 
     A body that is announced must fit beside what has come of the others, but holds only what has come of itself: an
-    upload that stalls keeps nobody out.
+    upload that stalls keeps nobody out. limits, idle_s: as they are now; a request keeps those that it came with.
     """
 
-    def __init__(self, app: ASGIApp, limits: BodyLimits, idle_s: float, in_flight: InFlight) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: Callable[[], BodyLimits], idle_s: Callable[[], float], in_flight: InFlight
+    ) -> None:
         self._app, self._limits, self._idle_s, self._in_flight = app, limits, idle_s, in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -209,24 +211,25 @@ class BodyCap:
             await self._app(scope, receive, send)
             return
         received, complete = 0, False
+        limits, idle_s = self._limits(), self._idle_s()
 
         async def counted() -> Message:
             nonlocal received, complete
             try:
-                async with asyncio.timeout(None if complete else self._idle_s):
+                async with asyncio.timeout(None if complete else idle_s):
                     message = await receive()
             except TimeoutError:
-                why = f"nothing of the body came for limits.upload_idle_s ({self._idle_s:g} s)"
+                why = f"nothing of the body came for limits.upload_idle_s ({idle_s:g} s)"
                 raise FovealError("upload_timeout", why) from None
             complete = not message.get("more_body", False)
             size = len(message.get("body", b""))
-            self._limits.check(received + size, self._in_flight.bytes - received)
+            limits.check(received + size, self._in_flight.bytes - received)
             received += size
             self._in_flight.bytes += size
             return message
 
         try:
-            self._limits.check(announced_bytes(scope), self._in_flight.bytes)
+            limits.check(announced_bytes(scope), self._in_flight.bytes)
             await self._app(scope, counted, send)
         finally:
             self._in_flight.bytes -= received

@@ -115,6 +115,11 @@ class Pipeline:
         by_index = {item.index: item for item in encoded}
         return [item if isinstance(item, EncodedItem) else by_index[i] for i, item in enumerate(items)]
 
+    def configure(self, settings: Settings) -> None:
+        """Goes by these limits from now on. What the decoders read of them at their start does not change."""
+        self._settings = settings
+        self._decoder.configure(settings.limits)
+
     def close(self) -> None:
         """Ends the decoding processes."""
         self._clips.shutdown()

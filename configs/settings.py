@@ -133,6 +133,18 @@ class PoolUserConfig(_Strict):
     max_queued_bytes: PositiveInt | None = None
 
 
+class IngressUserConfig(_Strict):
+    """`user_config` of the ingress: those of `limits` that change without a restart; absent ones are as in `args`."""
+
+    max_body_bytes: PositiveInt | None = None
+    max_bytes_in_flight: PositiveInt | None = None
+    max_items_in_flight: PositiveInt | None = None
+    upload_idle_s: PositiveFloat | None = None
+    max_items: PositiveInt | None = None
+    decode_timeout_s: PositiveFloat | None = None
+    deadline_s: PositiveFloat | None = None
+
+
 class Settings(_Strict):
     """Arguments of `app.main:build`. Replicas, autoscaling and actor resources stay under `deployments:`."""
 
@@ -182,3 +194,14 @@ def change_pool(settings: Settings, pool: Literal["image", "video", "eager"], us
     changes = PoolUserConfig.model_validate(user_config).model_dump(exclude_none=True)
     values = settings.model_dump()
     return Settings.model_validate({**values, pool: {**values[pool], **changes}})
+
+
+def change_limits(settings: Settings, user_config: dict[str, Any]) -> Settings:
+    """`settings` with the fields of `IngressUserConfig` put in the place of those of `limits`.
+
+    Raises:
+        pydantic.ValidationError: names the field that is unknown or impossible.
+    """
+    changes = IngressUserConfig.model_validate(user_config).model_dump(exclude_none=True)
+    values = settings.model_dump()
+    return Settings.model_validate({**values, "limits": {**values["limits"], **changes}})

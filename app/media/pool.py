@@ -70,6 +70,10 @@ class DecodePool:
         self._closed = False
         self._finishing: set[asyncio.Task[None]] = set()
 
+    def configure(self, limits: Limits) -> None:
+        """Takes over the time-outs of `limits`, for what is decoded from now on."""
+        self._limits = limits
+
     def decode(self, data: bytes | memoryview, options: MediaOptions) -> DecodedMedia:
         """As `app.media.decode.decode`, which runs in a decoder.
 
@@ -321,7 +325,8 @@ class _Decoder:
     def _send(self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, timeout_s: float) -> None:
         self.served += 1
         self.socket.settimeout(timeout_s + _GRACE_S)
-        message = {"task": task, "sizes": [len(b) for b in buffers], "options": asdict(options)}
+        sizes = [len(b) for b in buffers]
+        message = {"task": task, "sizes": sizes, "options": asdict(options), "timeout_s": timeout_s}
         send(self.socket, message, buffers)
 
 

@@ -110,6 +110,7 @@ def _bytes(sizes: list[int], fd: int | None, data: memoryview) -> bytes:
 
 def _run(request: dict[str, Any], data: bytes, processor: ProcessorConfig, limits: Limits) -> DecodedMedia:
     options = MediaOptions(**request["options"])
+    limits = limits.model_copy(update={"decode_timeout_s": request["timeout_s"]})
     sizes: list[int] = request["sizes"]
     if request["task"] == "decode":
         return decode(data, options, processor, limits)

@@ -86,7 +86,8 @@ def played(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> PlayedPools:
 
 def make_ingress(pipeline: Pipeline, settings: Settings) -> tuple[IngressReplica, FastAPI]:
     ingress = IngressReplica.__new__(IngressReplica)
-    ingress._settings, ingress._pools, ingress._pipeline = settings, pipeline._pools, pipeline
+    ingress._args = ingress._settings = settings
+    ingress._pools, ingress._pipeline = pipeline._pools, pipeline
     return ingress, ingress.__serve_build_asgi_app__()
 
 
@@ -437,3 +438,63 @@ class TestHandleCalls:
         assert asyncio.run(run()) == "overloaded"
         assert (ingress._in_flight.items, ingress._in_flight.bytes, played.cancelled) == (0, 0, 2)
         assert recorded["foveal_requests_cancelled"] == {(): [1]}
+
+
+class TestUserConfig:
+    @pytest.fixture
+    def live(self, pipeline: Pipeline, played: PlayedPools) -> Iterator[tuple[IngressReplica, Post]]:
+        ingress, api = make_ingress(pipeline, SETTINGS)
+
+        def post(**request: Any) -> httpx.Response:
+            async def run() -> httpx.Response:
+                async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
+                    return await client.post("/v1/encode", **request)
+
+            return asyncio.run(run())
+
+        yield ingress, post
+        pipeline.configure(SETTINGS)
+
+    def test_limits_change_on_a_running_ingress_and_absent_ones_are_the_arguments(
+        self, live: tuple[IngressReplica, Post], played: PlayedPools
+    ) -> None:
+        ingress, post = live
+        files = [("file", (f"{i}.gif", gif(10 * i), "image/gif")) for i in range(3)]
+
+        def code(user_config: dict[str, Any]) -> str:
+            ingress.reconfigure(user_config)
+            answer = post(files=files)
+            return "ok" if answer.status_code == 200 else answer.json()["error"]["code"]
+
+        assert code({}) == "ok"
+        assert code({"max_items": 2}) == "too_many_items"
+        assert code({"max_body_bytes": 1000}) == "body_too_large"
+        ingress._in_flight.bytes += 50_000_000
+        assert code({"max_bytes_in_flight": 50_000_001, "max_body_bytes": 1_000_000}) == "overloaded"
+        ingress._in_flight.bytes -= 50_000_000
+        ingress._in_flight.items += 1
+        assert code({"max_items_in_flight": 3}) == "overloaded"
+        ingress._in_flight.items -= 1
+        assert code({"decode_timeout_s": 1e-6}) == "decode_timeout"
+        assert code({}) == "ok"
+        played.hang = True
+        assert code({"deadline_s": 0.3}) == "deadline"
+        played.hang = False
+        assert code({}) == "ok"
+
+    @pytest.mark.parametrize(
+        ("user_config", "named"),
+        [
+            ({"max_itmes": 3}, "max_itmes"),
+            ({"decode_processes": 3}, "decode_processes"),
+            ({"deadline_s": 0}, "deadline_s"),
+            ({"max_body_bytes": 1 << 40}, "limits.max_bytes_in_flight"),
+        ],
+    )
+    def test_an_impossible_one_is_refused_by_name_and_changes_nothing(
+        self, live: tuple[IngressReplica, Post], user_config: dict[str, Any], named: str
+    ) -> None:
+        ingress, _ = live
+        with pytest.raises(ValueError, match=named):
+            ingress.reconfigure({"max_items": 2, **user_config})
+        assert ingress._settings == SETTINGS

@@ -55,7 +55,7 @@ async def turns() -> None:
 
 
 def body_cap(handler: Handler, max_in_flight: int = 100, idle_s: float = 60.0) -> BodyCap:
-    return BodyCap(asgi(handler), BodyLimits(10, max_in_flight), idle_s, InFlight())
+    return BodyCap(asgi(handler), lambda: BodyLimits(10, max_in_flight), lambda: idle_s, InFlight())
 
 
 async def length(request: Request) -> Response:
@@ -206,7 +206,7 @@ def test_the_bodies_in_flight_are_bounded(announced: bool, records: list[dict[st
 
 def test_an_upload_that_stalls_is_given_up_and_keeps_nobody_out(records: list[dict[str, Any]]) -> None:
     in_flight = InFlight()
-    app = Envelope(BodyCap(asgi(length), BodyLimits(10, 12), 0.05, in_flight))
+    app = Envelope(BodyCap(asgi(length), lambda: BodyLimits(10, 12), lambda: 0.05, in_flight))
 
     async def stalling() -> AsyncIterator[bytes]:
         yield b"12345"
@@ -250,7 +250,7 @@ def test_a_complete_body_is_not_timed(records: list[dict[str, Any]]) -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(BodyCap(app, BodyLimits(10, 10), 0.01, InFlight())(scope, receive, send))
+    asyncio.run(BodyCap(app, lambda: BodyLimits(10, 10), lambda: 0.01, InFlight())(scope, receive, send))
     assert sent[0]["status"] == 200
 
 
@@ -259,7 +259,7 @@ class Admitted:
 
     def __init__(self, max_items: int) -> None:
         self.in_flight, self.release = InFlight(), asyncio.Event()
-        self.app = Envelope(Admission(self._route, max_items, self.in_flight))
+        self.app = Envelope(Admission(self._route, lambda: max_items, self.in_flight))
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST":
@@ -335,13 +335,15 @@ def test_past_the_bound_a_body_is_not_read(records: list[dict[str, Any]]) -> Non
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(Envelope(Admission(asgi(length), 1, InFlight(items=1)))(scope, receive, send))
+    asyncio.run(Envelope(Admission(asgi(length), lambda: 1, InFlight(items=1)))(scope, receive, send))
     assert sent[0]["status"] == 503
 
 
 def test_a_request_that_is_given_up_holds_nothing() -> None:
     in_flight = InFlight()
-    admission = Admission(BodyCap(asgi(length), BodyLimits(10, 10), 60, in_flight), 5, in_flight)
+    admission = Admission(
+        BodyCap(asgi(length), lambda: BodyLimits(10, 10), lambda: 60, in_flight), lambda: 5, in_flight
+    )
     first: list[Message] = [{"type": "http.request", "body": b"12", "more_body": True}]
 
     async def receive() -> Message:
