@@ -2,9 +2,9 @@
 
     encode() -> waiting, oldest first -> a call, at most one batch of the pool -> a replica -> each item's future
 
-A call goes by a lane to a replica of this node (`deployments/lane.py`), or else through Serve. No timer: on an idle pool
-an item leaves at once. What arrives while enough calls are under way to keep the replicas supplied waits here, where it
-can still be joined, and leaves as one call when one of them returns.
+A call goes by a lane to a replica of this node (`deployments/lane.py`), or else through Serve. No timer: on an idle
+pool an item leaves at once. What arrives while enough calls are under way to keep the replicas supplied waits here,
+where it can still be joined, and leaves as one call when one of them returns.
 """
 
 from __future__ import annotations
