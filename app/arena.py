@@ -14,8 +14,8 @@ from uuid import uuid4
 import numpy as np
 
 ARENA_BYTES = 8 << 30
-# What stays when nothing is in use: pages that are there already need not be cleared for the next request.
-KEPT_BYTES = 256 << 20
+# What stays when little is in use: pages that are there already need not be cleared for the next request.
+KEPT_BYTES = 64 << 20
 _PAGE = 4096
 
 
@@ -62,7 +62,7 @@ class Arena:
         self._base: int = np.frombuffer(self._memory, np.uint8, 1).ctypes.data
         self._free = FreeList(size)
         self._dropped: deque[tuple[int, int]] = deque()
-        self._highest = 0  # end of what has been in use since the last trim
+        self._highest = 0  # past it no page has been written since the last trim
 
     def take(self, size: int) -> np.ndarray | None:
         """uint8 [size], contents undefined, free again once no array shows it any more; None if there is no room."""
@@ -73,7 +73,7 @@ class Arena:
         array = np.frombuffer(self._memory, np.uint8, size, start)
         # Views of it keep this very object: numpy does not look through an array to what is no array.
         weakref.finalize(array, self._dropped.append, (start, size)).atexit = False
-        self._highest = max(self._highest, start + size)
+        self._highest = max(self._highest, start + _in_pages(size))
         return array
 
     def start_of(self, array: np.ndarray) -> int | None:
@@ -82,11 +82,14 @@ class Arena:
         return start if 0 <= start < self._free.size and array.flags.c_contiguous else None
 
     def trim(self) -> None:
-        """Gives memory back to the system if nothing is in use."""
+        """Gives the system back what is not in use, but for the first `KEPT_BYTES`."""
         self._collect()
-        if self._free.holes == [(0, self._free.size)] and self._highest > KEPT_BYTES:
-            self._memory.madvise(mmap.MADV_REMOVE, KEPT_BYTES, _in_pages(self._highest - KEPT_BYTES))
-            self._highest = KEPT_BYTES
+        for start, room in self._free.holes:
+            first, end = max(start, KEPT_BYTES), min(start + room, self._highest)
+            if first < end:
+                self._memory.madvise(mmap.MADV_REMOVE, first, end - first)
+        last, room = self._free.holes[-1] if self._free.holes else (self._free.size, 0)
+        self._highest = min(self._highest, max(last if last + room == self._free.size else self._free.size, KEPT_BYTES))
 
     @property
     def in_use(self) -> int:

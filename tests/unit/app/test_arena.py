@@ -72,16 +72,30 @@ def test_what_is_from_elsewhere_has_no_place() -> None:
     assert arena.start_of(mine.reshape(10, 10).T) is None
 
 
-def test_an_idle_arena_gives_memory_back() -> None:
+def test_what_is_not_in_use_goes_back_to_the_system() -> None:
     arena = Arena(KEPT_BYTES + 16 * PAGE)
-    low, high = arena.take(KEPT_BYTES), arena.take(8 * PAGE)
-    assert high is not None
-    high[:] = 1
+
+    def resident() -> int:
+        return os.fstat(arena.fd).st_blocks * 512
+
+    low, first, second = arena.take(KEPT_BYTES), arena.take(8 * PAGE), arena.take(PAGE)
+    assert low is not None
+    assert first is not None
+    assert second is not None
+    low[: 2 * PAGE], first[:], second[:] = 1, 2, 3
     arena.trim()
-    assert os.fstat(arena.fd).st_blocks * 512 == 8 * PAGE  # in use: left alone
-    del low, high
+    assert resident() == 11 * PAGE
+    del first
     arena.trim()
-    assert os.fstat(arena.fd).st_blocks == 0
-    whole = arena.take(KEPT_BYTES + PAGE)
+    assert resident() == 3 * PAGE
+    assert second.tolist() == [3] * PAGE
+    del low, second
+    arena.trim()
+    assert resident() == 2 * PAGE  # kept
+    whole = arena.take(KEPT_BYTES + 9 * PAGE)
     assert whole is not None
-    assert whole[KEPT_BYTES] == 0
+    assert whole[KEPT_BYTES:].max() == 0
+    whole[KEPT_BYTES:] = 4
+    del whole
+    arena.trim()
+    assert resident() == 2 * PAGE
