@@ -29,6 +29,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class DecodePool:
         return self._run("decode_frames", images, options)
 
     async def decode_soon(self, data: bytes, options: MediaOptions) -> DecodedMedia | None:
-        """As `decode` without a thread that waits; None if `data` is large, no decoder is idle, or it died.
+        """As `decode` without a thread that waits; None if `data` is large or no decoder is idle.
 
         A decoder whose caller is cancelled first finishes what it has begun.
         """
@@ -104,7 +105,7 @@ class DecodePool:
             answer = decoder.ask("decode", data, options, self._limits.decode_timeout_s)
         except _Lost:
             self._free_aside(decoder)
-            return None
+            return await self._try_again(data, options)
         try:
             await asyncio.wait([answer])
         except asyncio.CancelledError:
@@ -116,9 +117,13 @@ class DecodePool:
         try:
             return answer.result()
         except _Lost:
-            return None
+            return await self._try_again(data, options)
         except TimeoutError:
             raise timeout_error(self._limits.decode_timeout_s) from None
+
+    async def _try_again(self, data: bytes, options: MediaOptions) -> DecodedMedia:
+        last = partial(self._run, "decode", [data], options, tries=1)
+        return await asyncio.get_running_loop().run_in_executor(None, last)
 
     def close(self) -> None:
         """Ends the decoders, the busy ones too."""
@@ -130,7 +135,9 @@ class DecodePool:
         with self._places.mutex:
             return [decoder.pid for decoder in self._places.queue if decoder is not None]
 
-    def _run(self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions) -> DecodedMedia:
+    def _run(
+        self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, tries: int = 2
+    ) -> DecodedMedia:
         if self._closed:
             raise _stopping()
         try:
@@ -140,7 +147,7 @@ class DecodePool:
         keep = None
         try:
             # A decoder may also die of what others did, such as running out of memory: one is not yet proof.
-            for last_try in (False, True):
+            for left in reversed(range(tries)):
                 decoder = decoder or self._parent.fork()
                 try:
                     media = decoder.run(task, buffers, options, self._limits.decode_timeout_s)
@@ -150,7 +157,7 @@ class DecodePool:
                 except _Lost as e:
                     if self._closed:
                         raise _stopping() from e
-                    if last_try:
+                    if not left:
                         raise FovealError("undecodable_media", CRASHED) from e
                     self._parent.end(decoder)
                     decoder = None

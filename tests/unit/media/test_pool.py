@@ -16,7 +16,7 @@ import pytest
 
 from app.errors import FovealError
 from app.media.decode import decode, decode_frames
-from app.media.pool import CRASHED, INLINE_BYTES, DecodePool, _Decoder
+from app.media.pool import CRASHED, INLINE_BYTES, DecodePool, _Decoder, _Lost
 from app.media.types import DecodedMedia, MediaOptions
 from configs.settings import Limits
 from tests.unit.media import makers as m
@@ -124,8 +124,22 @@ def test_an_awaited_decoder_is_freed_whatever_becomes_of_its_caller() -> None:
             asyncio.run(waits(first, signal.SIGSTOP))
         second = idle_pid()
         assert second != first
-        assert asyncio.run(waits(second, signal.SIGKILL)) is None
-        assert idle_pid() != second
+        answer = asyncio.run(waits(second, signal.SIGKILL))
+        assert answer is not None
+        assert same(answer, decode(STILL, MediaOptions(), PROCESSOR, LIMITS))
+        third = idle_pid()
+        assert third != second
+        runs: list[int] = []
+
+        def crash(*_: object) -> DecodedMedia:
+            runs.append(1)
+            raise _Lost
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Decoder, "run", crash)
+            with pytest.raises(FovealError, match="undecodable_media"):
+                asyncio.run(waits(third, signal.SIGKILL))
+        assert len(runs) == 1  # two decoders, as without waiting for the first one here
     finally:
         pool.close()
 
