@@ -63,6 +63,34 @@ def test_an_update_fails_no_request(
         assert {p["name"]: p["max_batch_size"] for p in pools} == {"image": 3, "video": 8, "eager": 4}
 
 
+def test_pools_beside_the_ingress_are_updated_and_move_away(
+    cluster: ServiceCluster, load: Callable[[], CheckedLoad], record: Record
+) -> None:
+    """There calls go by lanes, which must end before their replicas do."""
+    apart, beside = deepcopy(cluster.config), deepcopy(cluster.config)
+    for name in POOLS:
+        deployment(beside, name)["ray_actor_options"]["label_selector"] = {"foveal": "ingress"}
+    updated = deepcopy(beside)
+    changed_limits(updated)
+    updated["applications"][0]["args"]["limits"]["max_items"] += 1
+
+    def lane_calls() -> dict[str, int]:
+        return {p["name"]: p["lane_calls"] for p in httpx.get(f"{cluster.url}/v1/pools", timeout=30).json()["pools"]}
+
+    assert set(lane_calls().values()) == {0}
+    seconds = []
+    with load() as running:
+        for config in (beside, updated, apart):
+            seconds.append(round(cluster.deploy(config), 1))
+            after = time.monotonic()
+            eventually(lambda: sum(running.outcomes(after).values()) >= 20)  # noqa: B023
+            if config is not apart:
+                eventually(lambda: min(lane_calls().values()) > 0)
+    record("update: pools beside the ingress", {"seconds": seconds, **running.summary()})
+    assert set(running.outcomes()) == {"right"}
+    assert running.lost == []
+
+
 def test_a_pool_scales_to_zero_and_back(
     cluster: ServiceCluster, requests: list[Request], references: dict[str, Answer], record: Record
 ) -> None:
