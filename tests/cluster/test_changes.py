@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.checked import Answer, CheckedLoad, Request
 from tests.cluster.cluster import POOLS, Config, ServiceCluster, deployment, eventually
+from tests.integration.media import png
 
 pytestmark = pytest.mark.cluster
 Record = Callable[[str, object], None]
@@ -33,9 +34,19 @@ def other_batches(config: Config) -> None:
     deployment(config, "ImageGraph")["user_config"] = {"max_batch_size": 3, "max_queued_items": 200}
 
 
+def other_limits(config: Config) -> None:
+    deployment(config, "Ingress")["user_config"] = {"max_items": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "replaces"),
-    [(changed_limits, True), (more_replicas, False), (fewer_replicas, False), (other_batches, False)],
+    [
+        (changed_limits, True),
+        (more_replicas, False),
+        (fewer_replicas, False),
+        (other_batches, False),
+        (other_limits, False),
+    ],
 )
 def test_an_update_fails_no_request(
     cluster: ServiceCluster,
@@ -61,6 +72,10 @@ def test_an_update_fails_no_request(
     if change is other_batches:
         pools = httpx.get(f"{cluster.url}/v1/pools", timeout=30).json()["pools"]
         assert {p["name"]: p["max_batch_size"] for p in pools} == {"image": 3, "video": 8, "eager": 4}
+    if change is other_limits:
+        files = [("file", (f"{i}.png", png(64, 64, i).data, "image/png")) for i in range(3)]
+        codes = [httpx.post(f"{cluster.url}/v1/encode", files=files[:n], timeout=60).status_code for n in (2, 3)]
+        assert codes == [200, 413]
 
 
 def test_pools_beside_the_ingress_are_updated_and_move_away(
