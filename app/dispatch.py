@@ -88,7 +88,7 @@ class Dispatcher:
     """
 
     def __init__(self, pool: PoolName, handle: DeploymentHandle, state: ReplicaState, hub: Hub | None = None) -> None:
-        self._pool, self._handle, self._limits, self._hub = pool, handle, state.limits, hub
+        self._pool, self._handle, self._limits = pool, handle, state.limits
         self._lanes = None if hub is None else Lanes(handle, hub, state, self._pump_soon)
         self._id = uuid4().hex
         self._waiting: deque[_Ticket] = deque()
@@ -105,8 +105,8 @@ class Dispatcher:
         Raises:
             FovealError: `overloaded`, `unavailable`, `deadline` or `internal`.
         """
-        if self._hub is not None and self._lanes is not None and self._lanes.in_use:
-            item = replace(item, frames=await self._hub.place(item.frames))
+        if self._lanes is not None:
+            item = replace(item, frames=await self._lanes.place(item.frames))
         ticket = _Ticket(item, item.size, asyncio.get_running_loop().create_future())
         self._waiting.append(ticket)
         self._pump_soon()

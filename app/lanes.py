@@ -197,16 +197,15 @@ class Lanes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_due = False
 
-    @property
-    def in_use(self) -> bool:
-        """Whether calls go by lanes, as far as is known."""
-        return not self._hopeless
+    async def place(self, frames: np.ndarray) -> np.ndarray:
+        """As `Hub.place`, while calls go by lanes as far as is known."""
+        return frames if self._hopeless else await self._hub.place(frames)
 
     def take(self) -> Lane | None:
         """An idle lane, which the caller gives back."""
-        self._idle = [lane for lane in self._idle if lane.alive]
         # The youngest: an old one is there only until it has a successor.
-        return self._idle.pop(self._idle.index(max(self._idle, key=lambda lane: lane.opened))) if self._idle else None
+        self._idle = sorted((lane for lane in self._idle if lane.alive), key=lambda lane: lane.opened)
+        return self._idle.pop() if self._idle else None
 
     def give_back(self, lane: Lane) -> None:
         """After the call. One that is lost, or whose replica is broken and which has been closed, is forgotten."""
@@ -222,7 +221,7 @@ class Lanes:
         if self._opening is None and not (self._hopeless and time.monotonic() < self._retry_at):
             self._opening = self._spawn(self._open())
             self._opening.add_done_callback(self._opened)
-        return self.in_use
+        return not self._hopeless
 
     def _opened(self, _: asyncio.Task[None]) -> None:
         self._opening = None

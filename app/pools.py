@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -19,6 +18,7 @@ from app.arena import Arena
 from app.dispatch import TWO_DIED, UNCALLABLE, Dispatcher, uncallable
 from app.errors import FovealError
 from app.lanes import Hub
+from deployments.lane import node_id
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, ReplicaState
 
 STATE_TIMEOUT_S = 2.0
@@ -102,8 +102,8 @@ class Pools:
 
     def _hub_here(self) -> Hub | None:
         """None where a system has no memory without a name, or Ray is not there: tests of single parts."""
-        if self._hub is None and hasattr(os, "memfd_create") and ray.is_initialized():
-            self._hub = Hub(ray.get_runtime_context().get_node_id(), Arena())
+        if self._hub is None and hasattr(os, "memfd_create") and node_id():
+            self._hub = Hub(node_id(), Arena())
         return self._hub
 
     async def largest_budget(self, modality: Literal["image", "video"]) -> int:

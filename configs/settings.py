@@ -191,9 +191,7 @@ def change_pool(settings: Settings, pool: Literal["image", "video", "eager"], us
     Raises:
         pydantic.ValidationError: names the field that is unknown or impossible.
     """
-    changes = PoolUserConfig.model_validate(user_config).model_dump(exclude_none=True)
-    values = settings.model_dump()
-    return Settings.model_validate({**values, pool: {**values[pool], **changes}})
+    return _change(settings, pool, PoolUserConfig.model_validate(user_config))
 
 
 def change_limits(settings: Settings, user_config: dict[str, Any]) -> Settings:
@@ -202,6 +200,9 @@ def change_limits(settings: Settings, user_config: dict[str, Any]) -> Settings:
     Raises:
         pydantic.ValidationError: names the field that is unknown or impossible.
     """
-    changes = IngressUserConfig.model_validate(user_config).model_dump(exclude_none=True)
+    return _change(settings, "limits", IngressUserConfig.model_validate(user_config))
+
+
+def _change(settings: Settings, section: str, changes: _Strict) -> Settings:
     values = settings.model_dump()
-    return Settings.model_validate({**values, "limits": {**values["limits"], **changes}})
+    return Settings.model_validate({**values, section: {**values[section], **changes.model_dump(exclude_none=True)}})

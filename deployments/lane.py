@@ -34,6 +34,7 @@ from typing import Any, Literal, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
+import ray
 
 from deployments.batcher import all_done
 from deployments.protocol import EncodeCall, EncodeItem, EncodeResult
@@ -254,6 +255,11 @@ class LaneServer:
             reply = write()
         with suppress(OSError):  # the ingress is gone
             channel.send(pickle.dumps(LaneReply(self._replica, *reply)))
+
+
+def node_id() -> str:
+    """Ray's id of this node; "" outside of Ray."""
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def _end_if_failed(lane: asyncio.Task[None], call: asyncio.Task[None]) -> None:

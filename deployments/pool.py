@@ -10,12 +10,10 @@ from concurrent.futures import Future
 from typing import Any
 from uuid import uuid4
 
-import ray
-
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings, change_pool
 from deployments.batcher import Batcher, all_done
-from deployments.lane import LaneOffer, LaneServer
+from deployments.lane import LaneOffer, LaneServer, node_id
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeCall, EncodeReply, EncodeResult, PoolName, ReplicaState
 from deployments.work import WorkMeter, cost_table
@@ -159,11 +157,6 @@ class PoolReplica:
         """Raises once a batch has failed as a whole, for ever: Serve then replaces the replica."""
         if self._batcher.fault is not None:
             raise RuntimeError(self._batcher.fault)
-
-
-def node_id() -> str:
-    """Ray's id of this node; "" outside of Ray."""
-    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:

@@ -92,8 +92,10 @@ def make_ingress(pipeline: Pipeline, settings: Settings) -> tuple[IngressReplica
 
 
 def ingress_post(pipeline: Pipeline, settings: Settings) -> Post:
-    _, api = make_ingress(pipeline, settings)
+    return poster(make_ingress(pipeline, settings)[1])
 
+
+def poster(api: FastAPI) -> Post:
     def post(**request: Any) -> httpx.Response:
         async def run() -> httpx.Response:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
@@ -444,15 +446,7 @@ class TestUserConfig:
     @pytest.fixture
     def live(self, pipeline: Pipeline, played: PlayedPools) -> Iterator[tuple[IngressReplica, Post]]:
         ingress, api = make_ingress(pipeline, SETTINGS)
-
-        def post(**request: Any) -> httpx.Response:
-            async def run() -> httpx.Response:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://test") as client:
-                    return await client.post("/v1/encode", **request)
-
-            return asyncio.run(run())
-
-        yield ingress, post
+        yield ingress, poster(api)
         pipeline.configure(SETTINGS)
 
     def test_limits_change_on_a_running_ingress_and_absent_ones_are_the_arguments(
