@@ -1,11 +1,12 @@
 """Does a flood of long videos move the latency of pictures? The same service with and without it, in turns.
 
-    python -m benchmarks.isolation [--rounds 4] [--seconds 20] [--json FILE]
+    python -m benchmarks.isolation [--rounds 4] [--seconds 20] [--haproxy] [--json FILE]
 
-Pools share nothing but the ingress, so they get cores of their own as far as two go (`os.sched_setaffinity`): proxy,
-ingress, image replica and the clients that ask for pictures run on core 0; the eager replica, the clients of the flood
-and the rest of Ray on core 1. The decoders are children of the ingress, serve both sides, and are spread over both.
-Tiny model: what is measured is queues and scheduling, not a GPU.
+Pools share nothing but the way in, so each gets cores of its own (`os.sched_setaffinity`), a quarter of the machine:
+the image replica and the clients that ask for pictures; proxy and ingress; the decoders; and the eager replica, the
+clients of the flood and the rest of Ray. On fewer than four cores proxy and ingress share a half with the pictures,
+and the decoders, which both sides need, may run anywhere: the flood then takes core time from the pictures.
+Tiny model on CPUs: what is measured is queues and scheduling, not a GPU.
 """
 
 from __future__ import annotations
@@ -33,23 +34,51 @@ from benchmarks.processes import measure as processes
 from benchmarks.service import Service
 from tests.integration.media import mp4, png
 
-CORE_0 = {"ingress", "image replica", "python proxy", "proxy"}
+PICTURES = {"image replica"}
+WAY_IN = {"ingress", "python proxy", "proxy"}
 TARGET = 1.2
 
 
 @dataclass(frozen=True)
+class Cores:
+    """Which cores each part has."""
+
+    pictures: frozenset[int]
+    way_in: frozenset[int]
+    decoders: frozenset[int]
+    flood: frozenset[int]
+
+    @classmethod
+    def share(cls, cores: Sequence[int]) -> Cores:
+        """A quarter of `cores` for each part; of fewer than four, halves, and all of them for the decoders."""
+        if len(cores) < 4:
+            half = (len(cores) + 1) // 2
+            first, second = frozenset(cores[:half]), frozenset(cores[-half:])
+            return cls(first, first, frozenset(cores), second)
+        return cls(*(frozenset(cores[i * len(cores) // 4 : (i + 1) * len(cores) // 4]) for i in range(4)))
+
+    def of(self, process: str) -> frozenset[int]:
+        """Those of a process of the service, by what `benchmarks.processes` calls it."""
+        if process in PICTURES:
+            return self.pictures
+        if process in WAY_IN:
+            return self.way_in
+        return self.decoders if process == "decoders" else self.flood
+
+
+@dataclass(frozen=True)
 class Clients:
-    """Closed-loop clients of one process on one core. pause_s: between an answer and the next request."""
+    """Closed-loop clients of one process. pause_s: between an answer and the next request."""
 
     body: bytes
     count: int
     pause_s: float
-    core: int
+    cores: frozenset[int]
 
 
 def run_clients(url: str, clients: Clients, stop: Event, out: Queue[list[tuple[float, int]]]) -> None:
     """Asks until `stop`; puts (seconds, status) of each answer."""
-    os.sched_setaffinity(0, {clients.core})
+    os.sched_setaffinity(0, clients.cores)
     import threading
 
     answers: list[tuple[float, int]] = []
@@ -88,20 +117,17 @@ def phase(url: str, sides: Sequence[Clients], seconds: float) -> list[list[tuple
     return answers
 
 
-def pin(service: Service) -> dict[str, list[int]]:
-    """Gives every process of the service its core; what went where."""
-    placed: dict[str, set[int]] = {}
-    decoders = 0
+def pin(service: Service, cores: Cores) -> dict[str, list[int]]:
+    """Gives every process of the service its cores; which processes went where."""
+    placed: dict[str, list[int]] = {}
     for pid, cost in processes(service.processes()).items():
-        core = 0 if cost.name in CORE_0 else 1
-        if cost.name == "decoders":
-            core, decoders = decoders % 2, decoders + 1
+        own = cores.of(cost.name)
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread), {core})
-            placed.setdefault(cost.name, set()).add(core)
-    return {name: sorted(cores) for name, cores in sorted(placed.items())}
+                    os.sched_setaffinity(int(thread), own)
+            placed[cost.name] = sorted(own)
+    return dict(sorted(placed.items()))
 
 
 def percentile(values: Sequence[float], part: float) -> float:
@@ -117,31 +143,34 @@ def told(latencies: Sequence[float]) -> dict[str, float]:
     }
 
 
-def measure(rounds: int, seconds: float, decoders: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Quiet and flooded phases in turns; image latencies of each, and of all, with their ratios."""
-    pictures = Clients(png(256, 256, 1).data, 1, 0.05, 0)
-    flood = Clients(mp4(448, 448, 64, 2).data, 4, 0.0, 1)
+    cores = Cores.share(sorted(os.sched_getaffinity(0)))
+    pictures = Clients(png(256, 256, 1).data, 1, 0.03, cores.pictures)
+    flood = Clients(mp4(448, 448, 64, 2).data, 4, 0.0, cores.flood)
 
     def change(config: dict[str, Any]) -> None:
-        config["applications"][0]["args"]["limits"]["decode_processes"] = decoders
+        (app,) = config["applications"]
+        app["args"] = {"model": "tiny", "device": "cpu", "limits": {"decode_processes": options.decoders}}
 
     latencies: dict[str, list[list[float]]] = {"quiet": [], "flood": []}
     videos = 0
     statuses: Counter[int] = Counter()
     env = {"OMP_NUM_THREADS": "1"}
-    with Service(change, env, timeout_s=600, dashboard=False) as service:
+    with Service(change, env, timeout_s=600, haproxy=options.haproxy, dashboard=False) as service:
         phase(service.url, [pictures, flood], 8)  # starts every decoder, fills caches
-        placed = pin(service)
-        for _ in range(rounds):
+        placed = pin(service, cores)
+        for _ in range(options.rounds):
             for name, sides in (("quiet", [pictures]), ("flood", [pictures, flood])):
-                answers = phase(service.url, sides, seconds)
+                answers = phase(service.url, sides, options.seconds)
                 latencies[name].append([s for s, status in answers[0] if status == 200])
                 statuses.update(status for side in answers for _, status in side)
                 videos += sum(len(side) for side in answers[1:])
     pooled = {name: told([s for part in parts for s in part]) for name, parts in latencies.items()}
     return {
         "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg(), "python": platform.python_version()},
-        "decode_processes": decoders,
+        "decode_processes": options.decoders,
+        "proxy": "HAProxy" if options.haproxy else "Serve's own",
         "cores_of": placed,
         "rounds": {name: [told(part) for part in parts] for name, parts in latencies.items()},
         **pooled,
@@ -164,10 +193,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--decoders", type=int, default=2)
+    parser.add_argument("--decoders", type=int, default=2, help="decode_processes, at least 2")
+    parser.add_argument("--haproxy", action="store_true", help="HAProxy in place of Serve's own proxy")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
-    figures = measure(arguments.rounds, arguments.seconds, arguments.decoders)
+    figures = measure(arguments)
     text = json.dumps(figures, indent=1)
     print(text)
     if arguments.json:

@@ -175,7 +175,8 @@ class Qwen3VLVisionEncoder(nn.Module):
         self.patch_embed = nn.ModuleDict(
             {"proj": nn.Conv3d(3, config.hidden_size, (TEMPORAL, PATCH, PATCH), (TEMPORAL, PATCH, PATCH))}
         )
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        # Its own random values would have torch import its whole compiler when they are drawn on the meta device.
+        self.pos_embed = nn.Embedding.from_pretrained(torch.zeros(config.num_position_embeddings, config.hidden_size))
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
         self.merger = _Merger(config, post_shuffle=False)
         self.deepstack_merger_list = nn.ModuleList(

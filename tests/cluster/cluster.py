@@ -30,8 +30,9 @@ ENV = {
     # As configs/kuberay sets them: how soon the controller sees what waits and what works.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    # A node that is gone counts as dead after 3 s, by default after 15 s.
-    "RAY_health_check_period_ms": "1000",
+    # A node whose Ray has ended counts as dead after 1.5 s, one that has gone silent after 6 s; by default 15 and 65 s.
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1500",
     "RAY_health_check_failure_threshold": "3",
 }
 POOLS = ("ImageGraph", "VideoGraph", "Eager")
