@@ -146,7 +146,7 @@ def told(latencies: Sequence[float]) -> dict[str, float]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Quiet and flooded phases in turns; image latencies of each, and of all, with their ratios."""
     cores = Cores.share(sorted(os.sched_getaffinity(0)))
-    pictures = Clients(png(256, 256, 1).data, 1, 0.03, cores.pictures)
+    pictures = Clients(png(256, 256, 1).data, 2, 0.03, cores.pictures)
     flood = Clients(mp4(448, 448, 64, 2).data, 4, 0.0, cores.flood)
 
     def change(config: dict[str, Any]) -> None:

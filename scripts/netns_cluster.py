@@ -159,7 +159,7 @@ class Hosts:
         """Serve's record of the replicas of each deployment."""
 
         def told() -> dict[str, list[dict[str, Any]]]:
-            api = httpx.get("http://127.0.0.1:8265/api/serve/applications/", timeout=60).json()
+            api = dashboard("/api/serve/applications/")
             return {name: d["replicas"] for name, d in api["applications"]["foveal"]["deployments"].items()}
 
         return self._network.inside("head", told)
@@ -183,7 +183,7 @@ class Hosts:
         """Ray nodes that are alive."""
 
         def told() -> int:
-            nodes = httpx.get("http://127.0.0.1:8265/nodes?view=summary", timeout=60).json()["data"]["summary"]
+            nodes = dashboard("/nodes?view=summary")["data"]["summary"]
             return sum(node["raylet"]["state"] == "ALIVE" for node in nodes)
 
         return self._network.inside("head", told)
@@ -197,6 +197,12 @@ class Hosts:
     def _ray(self, host: str, *options: str) -> None:
         common = (f"--node-ip-address={self._network.address(host)}", "--num-cpus=2", "--disable-usage-stats")
         self._network.run(host, str(BIN / "ray"), "start", *common, "--object-store-memory=200000000", *options)
+
+
+def dashboard(path: str) -> Any:
+    """What Ray's dashboard answers, to be asked on the head."""
+    token = {"Authorization": f"Bearer {ENV['RAY_AUTH_TOKEN']}"}
+    return httpx.get(f"http://127.0.0.1:8265{path}", headers=token, timeout=60).json()
 
 
 def try_it(network: Network) -> dict[str, Any]:
