@@ -1,9 +1,10 @@
 """Autoscaling by request count against autoscaling by queued work, simulated: no Ray, no GPU.
 
-    python -m benchmarks.autoscale_sim [--svg docs/autoscaling.svg]
+    python -m benchmarks.autoscale_sim [--seeds 5] [--svg docs/autoscaling.svg]
 
 Seeded arrival traces are served by three pools whose batches cost what an H200 measured. Both policies see what Serve
-would show them, and obey the same bounds and delays. Prints a table; draws replicas and queue time over time.
+would show them, and obey the same bounds and delays. Prints a table; draws replicas and queue time over time. Half a
+minute a seed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -324,28 +325,32 @@ GRIDS: dict[str, tuple[Callable[[float], Policy], tuple[float, ...]]] = {
 }
 
 
-def tuned(name: str, pool: Pool, trace: Trace, seed: int, limit_s: float) -> float:
+def outcomes_of(pool: Pool, policy: Policy, trace: Trace, seeds: Iterable[int]) -> list[Outcome]:
+    return [simulate(trace.arrivals(pool.name, seed), pool, policy, trace.seconds) for seed in seeds]
+
+
+def tuned(name: str, pool: Pool, trace: Trace, seeds: Sequence[int], limit_s: float) -> float:
     """The target with the fewest replica-seconds on `trace` whose p95 queue time is within `limit_s`, or nearest it."""
     make, grid = GRIDS[name]
-    tried, arrivals = [], trace.arrivals(pool.name, seed)
+    tried = []
     for target in grid:
-        outcome = simulate(arrivals, pool, make(target), trace.seconds)
-        p95 = quantile([wait for _, wait in outcome.queue_s], 0.95)
-        tried.append((max(p95, limit_s), outcome.replica_seconds, target))
+        outcomes = outcomes_of(pool, make(target), trace, seeds)
+        p95 = quantile([wait for o in outcomes for _, wait in o.queue_s], 0.95)
+        tried.append((max(p95, limit_s), sum(o.replica_seconds for o in outcomes), target))
     return min(tried)[-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=5, help="arrivals are drawn so often; as often again for tuning")
     parser.add_argument(
         "--limit-s", type=float, default=0.1, help="p95 queue time that targets are tuned to, when steady"
     )
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--svg", type=Path, help="also draw the first seed's runs there")
     args = parser.parse_args()
-    pools, all_traces = measured_pools(), traces()
+    pools, all_traces, seeds = measured_pools(), traces(), range(args.seeds)
     targets = {
-        (name, pool_name): tuned(name, pools[pool_name], all_traces[0], args.seed + 1, args.limit_s)
+        (name, pool_name): tuned(name, pools[pool_name], all_traces[0], [-1 - s for s in seeds], args.limit_s)
         for name in GRIDS
         for pool_name in pools
     }
@@ -354,27 +359,40 @@ def main() -> None:
     print(
         "\n| trace | pool | policy | p50 queue, ms | p95 queue, ms | refused | replica-seconds |\n" + "| --- " * 7 + "|"
     )
-    totals: dict[tuple[str, str], list[Outcome]] = {}
+    runs: dict[tuple[str, str], list[list[Outcome]]] = {}
     for trace in all_traces:
         for pool in pools.values():
-            arrivals = trace.arrivals(pool.name, args.seed)
             for name, (make, _) in GRIDS.items():
-                outcome = simulate(arrivals, pool, make(targets[name, pool.name]), trace.seconds)
-                totals.setdefault((trace.name, name), []).append(outcome)
-                print(_row(trace.name, pool.name, name, [outcome]), flush=True)
+                outcomes = outcomes_of(pool, make(targets[name, pool.name]), trace, seeds)
+                runs.setdefault((trace.name, name), []).append(outcomes)
+                print(_row(trace.name, pool.name, name, [outcomes]), flush=True)
         for name in GRIDS:
-            print(_row(f"**{trace.name}**", "all", name, totals[trace.name, name]))
+            print(_row(f"**{trace.name}**", "all", name, runs[trace.name, name]))
+    print("\n| trace | replica-seconds of queued work over those of requests |\n| --- | --- |")
+    for trace in all_traces:
+        requests, work = (_replica_seconds(runs[trace.name, name]) for name in GRIDS)
+        ratios = [w / r for w, r in zip(work, requests, strict=True)]
+        print(f"| {trace.name} | {sum(work) / sum(requests):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
     if args.svg:
-        args.svg.write_text(draw(totals, list(GRIDS)))
+        first = {key: [outcomes[0] for outcomes in pools_outcomes] for key, pools_outcomes in runs.items()}
+        args.svg.write_text(draw(first, list(GRIDS)))
 
 
-def _row(trace: str, pool: str, policy: str, outcomes: Sequence[Outcome]) -> str:
+def _replica_seconds(runs: Sequence[Sequence[Outcome]]) -> list[float]:
+    """Of each seed, over the pools."""
+    return [sum(o.replica_seconds for o in of_seed) for of_seed in zip(*runs, strict=True)]
+
+
+def _row(trace: str, pool: str, policy: str, runs: Sequence[Sequence[Outcome]]) -> str:
+    """Of `runs[pool][seed]`: queue times of all requests, and the mean replica-seconds of a seed."""
+    outcomes = [outcome for of_pool in runs for outcome in of_pool]
     waits = [wait for o in outcomes for _, wait in o.queue_s]
     refused = sum(o.refused for o in outcomes)
+    seconds = _replica_seconds(runs)
     cells = (
         *(f"{quantile(waits, q) * 1e3:.0f}" for q in (0.5, 0.95)),
         f"{refused / (refused + len(waits)):.1%}",
-        f"{sum(o.replica_seconds for o in outcomes):.0f}",
+        f"{sum(seconds) / len(seconds):.0f}",
     )
     return "| " + " | ".join((trace, pool, policy, *cells)) + " |"
 

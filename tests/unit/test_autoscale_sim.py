@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.autoscale_sim import (
+    RESULTS,
     Autoscaler,
     Pool,
     Scaling,
@@ -67,13 +69,18 @@ def test_bounds_and_delays() -> None:
     ]
 
 
-def test_the_measured_pools_cost_what_was_measured() -> None:
-    pools = measured_pools()
-    # benchmarks/results/encoder-full-cuda.md: GPU time as served, and eager transformers with packed attention
-    assert pools["image"].seconds([Size("image", 1024, 1)]) == pytest.approx(0.01138, rel=0.01)
-    assert pools["image"].seconds([Size("image", 49, 1)]) == pytest.approx(0.00152, rel=0.01)
-    assert pools["video"].seconds([Size("video", 1568, 8)]) == pytest.approx(0.0135, rel=0.02)
-    assert pools["eager"].seconds([Size("video", 6272, 32)]) == pytest.approx(0.09404, rel=0.01)
+@pytest.mark.parametrize(
+    ("pool", "size", "row", "column"),
+    [
+        ("image", Size("image", 49, 1), "ours as served: GPU time", "1x224^2"),
+        ("image", Size("image", 1024, 1), "ours as served: GPU time", "1x1024^2"),
+        ("video", Size("video", 1568, 8), "ours as served: GPU time", "video t=8 448^2"),
+        ("eager", Size("video", 6272, 32), "transformers eager, packed attention", "video t=32 448^2"),
+    ],
+)
+def test_the_measured_pools_cost_what_was_measured(pool: str, size: Size, row: str, column: str) -> None:
+    rows = json.loads((RESULTS / "encoder-full-cuda.json").read_text())["rows"]
+    assert measured_pools()[pool].seconds([size]) == pytest.approx(rows[row][column]["ms"] / 1000, rel=0.03)
 
 
 def test_traces_are_seeded_and_the_flood_is_heavier() -> None:
