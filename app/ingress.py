@@ -47,7 +47,7 @@ from app.pools import Pools
 from app.store import Store
 from configs.processor import ProcessorConfig
 from configs.settings import Settings, change_limits
-from deployments.pool import SWITCH_INTERVAL_S
+from deployments.batcher import SWITCH_INTERVAL_S
 from encoder.checkpoint import digest_checkpoint, read_vision_config, resolve_checkpoint
 
 GRACE_S = 120.0  # limits.deadline_s, by default: who stops a replica waits for what is under way

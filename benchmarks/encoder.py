@@ -39,13 +39,15 @@ import torch
 from benchmarks.full_checkpoint import VISION
 from encoder.attention import Attention, FlashAttention4, FlashVarlen, SegmentSdpa, has_triton, missing_package
 from encoder.budgets import default_token_budgets
-from encoder.defs import Modality, Stop
+from encoder.config import VisionConfig
+from encoder.defs import EncodeRequest, Modality, Stop
+from encoder.frames import frames_grid
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph
 from encoder.manager import EncoderCudaGraphManager
 from encoder.ops import Ops, TorchOps
-from encoder.preprocess import frames_grid, patchify
-from encoder.qwen3_vl import Qwen3VLVisionEncoder, VisionConfig
-from encoder.runner import EncodeRequest, EncoderRunner
+from encoder.preprocess import patchify
+from encoder.qwen3_vl import Qwen3VLVisionEncoder
+from encoder.runner import EncoderRunner
 
 TOWERS: dict[str, dict[str, Any]] = {
     "full": VISION,

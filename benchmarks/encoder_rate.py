@@ -30,7 +30,8 @@ from deployments.batcher import Size, count_that_fit
 from deployments.pool import graph_budgets
 from encoder.budgets import PackLimits
 from encoder.checkpoint import resolve_checkpoint
-from encoder.runner import EncodeRequest, EncoderRunner
+from encoder.defs import EncodeRequest
+from encoder.runner import EncoderRunner
 
 DECODED = 64  # files of a mix that are decoded and encoded over and over
 

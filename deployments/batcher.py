@@ -22,10 +22,13 @@ from typing import Literal, Protocol
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, PoolName, QueueState, Refusal, Size
 from encoder.budgets import PackLimits
-from encoder.defs import Stopped
-from encoder.runner import EncodeOutput, EncodeRequest
+from encoder.defs import EncodeOutput, EncodeRequest, Stopped
 
 logger = logging.getLogger("foveal")
+
+# Threads that wait for the interpreter's lock get it this soon. Python's own 5 ms are longer than a small batch takes,
+# and the thread that feeds the device asks for the lock after each of its many short calls.
+SWITCH_INTERVAL_S = 0.0002
 
 
 def count_that_fit(waiting: Iterable[Size], limits: PackLimits) -> int:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from configs.processor import ProcessorConfig
 from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings, change_pool
-from deployments.batcher import Batcher, all_done
+from deployments.batcher import SWITCH_INTERVAL_S, Batcher, all_done
 from deployments.lane import LaneOffer, LaneServer, node_id
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeCall, EncodeReply, EncodeResult, PoolName, ReplicaState
@@ -20,10 +20,6 @@ from deployments.work import WorkMeter, cost_table
 from encoder.budgets import PackLimits, default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
-
-# Threads that wait for the interpreter's lock get it this soon. Python's own 5 ms are longer than a small batch takes,
-# and the thread that feeds the device asks for the lock after each of its many short calls.
-SWITCH_INTERVAL_S = 0.0002
 
 # Serve's defaults for a pool, overridden under `deployments:` in serve_config.yaml. The batcher is the queue: calls are
 # let through to it, and it refuses what it has no room for.

@@ -9,7 +9,7 @@ from uuid import uuid4
 import numpy as np
 
 from encoder.budgets import PackLimits
-from encoder.preprocess import frames_grid
+from encoder.frames import frames_grid
 
 PoolName = Literal["image", "video", "eager"]
 Refusal = Literal["overloaded", "deadline", "cancelled", "internal", "fault"]

@@ -1,4 +1,4 @@
-"""The data that the manager, a model and a captured graph exchange."""
+"""The data that runner, manager, model and captured graph exchange."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+import numpy as np
 
 if TYPE_CHECKING:
+    import torch
+
     from encoder.graph import CapturedGraph
 
 Modality = Literal["image", "video"]
@@ -17,11 +19,31 @@ Reason = Literal["t_over_capture", "tokens_over_budget", "batch_over_segments", 
 MmKwargs = Mapping[str, Any]
 Stop = Callable[[], bool]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class Stopped(Exception):
     """A forward ended between two blocks because its `stop` said so; it has no result."""
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """frames: uint8 [T, 3, H, W], sides multiples of 32. main_only: only the first out_hidden_size columns.
+    pooling: "mean" gives one row, the mean over the item's tokens taken in float32."""
+
+    frames: np.ndarray
+    main_only: bool = False
+    pooling: Literal["none", "mean"] = "none"
+
+
+@dataclass(frozen=True)
+class EncodeOutput:
+    """embeddings: [rows, columns] float32 or float16, or uint16 that holds bfloat16 bits.
+    has_nan: any of them is NaN."""
+
+    embeddings: np.ndarray
+    execution: Execution
+    reason: str | None
+    budget: int | None
+    has_nan: bool = False
 
 
 @dataclass(frozen=True)

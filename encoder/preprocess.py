@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-PATCH, TEMPORAL, MERGE = 16, 2, 2
+from encoder.frames import MERGE, PATCH, TEMPORAL, check_frames
 
 
 def patchify(frames: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
@@ -27,17 +27,3 @@ def patchify(frames: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> tor
     t, h, w = frames.shape[0] // TEMPORAL, frames.shape[2] // PATCH, frames.shape[3] // PATCH
     blocks = pixels.view(t, TEMPORAL, 3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
     return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3 * TEMPORAL * PATCH * PATCH)
-
-
-def check_frames(shape: tuple[int, ...], dtype: str) -> None:
-    """Raises ValueError unless frames of this shape and dtype can be patchified."""
-    side = PATCH * MERGE
-    if dtype != "uint8" or len(shape) != 4 or shape[1] != 3 or 0 in shape or shape[2] % side or shape[3] % side:
-        raise ValueError(
-            f"frames must be uint8 [T, 3, H, W] with sides in multiples of {side}, got {dtype} {list(shape)}"
-        )
-
-
-def frames_grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """grid_thw of frames [T, 3, H, W]."""
-    return -(-shape[0] // TEMPORAL), shape[2] // PATCH, shape[3] // PATCH

@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from encoder.checkpoint import load_vision_encoder
-from encoder.defs import DTYPES, Execution, ItemOutput, Modality, Stop
+from encoder.defs import EncodeOutput, EncodeRequest, ItemOutput, Modality, Stop
+from encoder.frames import check_frames, frames_grid
 from encoder.manager import EncoderCudaGraphManager
-from encoder.preprocess import check_frames, frames_grid
 from encoder.qwen3_vl import Qwen3VLVisionEncoder
 
-
-@dataclass(frozen=True)
-class EncodeRequest:
-    """frames: uint8 [T, 3, H, W], sides multiples of 32. main_only: only the first out_hidden_size columns.
-    pooling: "mean" gives one row, the mean over the item's tokens taken in float32."""
-
-    frames: np.ndarray
-    main_only: bool = False
-    pooling: Literal["none", "mean"] = "none"
-
-
-@dataclass(frozen=True)
-class EncodeOutput:
-    """embeddings: [rows, columns] float32 or float16, or uint16 that holds bfloat16 bits.
-    has_nan: any of them is NaN."""
-
-    embeddings: np.ndarray
-    execution: Execution
-    reason: str | None
-    budget: int | None
-    has_nan: bool = False
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class PendingBatch:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from encoder.checkpoint import write_tiny_checkpoint
-from encoder.defs import Modality
-from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, PendingBatch
+from encoder.defs import EncodeOutput, EncodeRequest, Modality
+from encoder.runner import EncoderRunner, PendingBatch
 from tests.gpu.conftest import DEVICE, MODALITIES, Towers, level_rows, make_manager, relative_error
 
 Pooling = Literal["none", "mean"]

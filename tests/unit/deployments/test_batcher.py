@@ -18,8 +18,7 @@ from deployments.batcher import Batcher, count_that_fit
 from deployments.metrics import ReplicaMetrics
 from deployments.protocol import EncodeItem, EncodeResult, Size
 from encoder.budgets import PackLimits
-from encoder.defs import Stopped
-from encoder.runner import EncodeOutput, EncodeRequest
+from encoder.defs import EncodeOutput, EncodeRequest, Stopped
 from tests.unit.conftest import Recorded
 
 SIZES = st.lists(

@@ -38,7 +38,8 @@ import json, sys
 from pathlib import Path
 import numpy as np
 from encoder.checkpoint import resolve_checkpoint
-from encoder.runner import EncodeRequest, EncoderRunner
+from encoder.defs import EncodeRequest
+from encoder.runner import EncoderRunner
 runner = EncoderRunner.from_checkpoint(
     resolve_checkpoint({str(tiny_folder)!r}), device="cpu", token_budgets={{"image": [16]}}, max_batch_size=2
 )

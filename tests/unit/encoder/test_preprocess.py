@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from encoder.preprocess import check_frames, frames_grid, patchify
+from encoder.frames import check_frames, frames_grid
+from encoder.preprocess import patchify
 from tests.unit.encoder.conftest import random_frames, reference_patches
 
 HALF = torch.full((3,), 127.5)

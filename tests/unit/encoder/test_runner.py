@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encoder.checkpoint import CheckpointError
-from encoder.defs import ItemOutput, Modality, Stopped
-from encoder.runner import EncodeOutput, EncodeRequest, EncoderRunner, adjacent_runs, resolve_device, resolve_dtype
+from encoder.defs import EncodeOutput, EncodeRequest, ItemOutput, Modality, Stopped
+from encoder.runner import EncoderRunner, adjacent_runs, resolve_device, resolve_dtype
 from tests.unit.encoder.conftest import Reference, random_frames, reference_patches, relative_error, worst_level_error
 
 BUDGETS = {"image": [16, 64, 160], "video": [16, 64, 160]}
