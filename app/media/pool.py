@@ -122,7 +122,7 @@ class DecodePool:
             raise timeout_error(self._limits.decode_timeout_s) from None
 
     async def _try_again(self, data: bytes, options: MediaOptions) -> DecodedMedia:
-        last = partial(self._run, "decode", [data], options, tries=1)
+        last = partial(self._run, "decode", [data], options, again=True)
         return await asyncio.get_running_loop().run_in_executor(None, last)
 
     def close(self) -> None:
@@ -136,8 +136,9 @@ class DecodePool:
             return [decoder.pid for decoder in self._places.queue if decoder is not None]
 
     def _run(
-        self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, tries: int = 2
+        self, task: str, buffers: Sequence[bytes | memoryview], options: MediaOptions, again: bool = False
     ) -> DecodedMedia:
+        """again: one decoder has died of the item, or with it."""
         if self._closed:
             raise _stopping()
         try:
@@ -146,8 +147,12 @@ class DecodePool:
             raise FovealError("overloaded", "every decoder is busy", retry_after_s=1) from None
         keep = None
         try:
-            # A decoder may also die of what others did, such as running out of memory: one is not yet proof.
-            for left in reversed(range(tries)):
+            # A decoder may also die of what others did, such as running out of memory: one is not yet proof. The second
+            # is a new one, since what ended the first may have ended the idle ones too.
+            for left in (0,) if again else (1, 0):
+                if not left and decoder is not None:
+                    self._parent.end(decoder)
+                    decoder = None
                 decoder = decoder or self._parent.fork()
                 try:
                     media = decoder.run(task, buffers, options, self._limits.decode_timeout_s)
@@ -159,8 +164,6 @@ class DecodePool:
                         raise _stopping() from e
                     if not left:
                         raise FovealError("undecodable_media", CRASHED) from e
-                    self._parent.end(decoder)
-                    decoder = None
                 except TimeoutError:
                     raise timeout_error(self._limits.decode_timeout_s) from None
                 else:
@@ -245,7 +248,10 @@ class _Parent:
         try:
             send(self._socket, request, fd=fd)
             return receive(self._socket)[0]
-        except (EOFError, OSError) as e:
+        except (EOFError, OSError, ValueError) as e:
+            # An answer that comes late would be taken for that to the next request.
+            self._process.kill()
+            self._process.wait()
             raise _Lost from e
 
     def _start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -224,13 +225,58 @@ def test_the_parent_of_the_decoders_may_die(pool: DecodePool) -> None:
     pool.decode(STILL, MediaOptions())
     pool._parent._process.kill()
     pool._parent._process.wait()
-    outcomes = []
-    for _ in range(3):
-        try:
-            outcomes.append(pool.decode(STILL, MediaOptions()).modality)
-        except FovealError as e:
-            outcomes.append(e.code)
-    assert outcomes[-1] == "image"
+    assert [pool.decode(STILL, MediaOptions()).modality for _ in range(3)] == ["image"] * 3
+
+
+def test_decoders_that_die_with_their_parent_are_no_fault_of_a_picture() -> None:
+    pool = DecodePool(PROCESSOR, Limits(decode_processes=3))
+    expected = decode(STILL, MediaOptions(), PROCESSOR, LIMITS)
+
+    async def soon() -> DecodedMedia | None:
+        # The lock is what a place waits for that becomes free: meanwhile only places of dead decoders can be had.
+        with pool._parent._lock:
+            answer = asyncio.create_task(pool.decode_soon(STILL, MediaOptions()))
+            await asyncio.wait([answer], timeout=0.5)
+        return await answer
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            while len(pool.pids()) < 3:
+                list(threads.map(lambda _: pool.decode(CLIP, MediaOptions()), range(3)))
+        pids = pool.pids()
+        os.kill(pool._parent._process.pid, signal.SIGKILL)
+        while any(alive(pid) for pid in pids):
+            time.sleep(0.01)
+        answer = asyncio.run(soon())
+        assert answer is not None
+        assert same(answer, expected)
+    finally:
+        pool.close()
+
+
+def test_a_parent_that_answers_late_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its late answer must not be taken for the next one: that would name another decoder."""
+    pool = DecodePool(PROCESSOR, Limits(decode_processes=1))
+    try:
+        pool.decode(STILL, MediaOptions())
+        parent, (decoder,) = pool._parent._process.pid, pool.pids()
+        pool._parent._socket.settimeout(0.2)
+        os.kill(parent, signal.SIGSTOP)
+        os.kill(decoder, signal.SIGKILL)
+        with pytest.raises(FovealError, match="unavailable"):
+            pool._parent.fork()
+        assert not alive(parent)
+        assert same(pool.decode(STILL, MediaOptions()), decode(STILL, MediaOptions(), PROCESSOR, LIMITS))
+        assert pool.pids() != [decoder]
+    finally:
+        pool.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_busy_pool_answers_overloaded() -> None:
