@@ -92,6 +92,11 @@ class Arena:
         self._highest = min(self._highest, max(last if last + room == self._free.size else self._free.size, KEPT_BYTES))
 
     @property
+    def grown(self) -> bool:
+        """Whether pages past `KEPT_BYTES` may have been written since the last trim."""
+        return self._highest > KEPT_BYTES
+
+    @property
     def in_use(self) -> int:
         """Bytes, in pages."""
         self._collect()

@@ -241,7 +241,10 @@ class Dispatcher:
                 await response.results_async(timeout_s=DROP_TIMEOUT_S, return_exceptions=True)
             except (DeploymentUnavailableError, TimeoutError):
                 pass
-            self._unwanted = [one for one in self._unwanted if one not in ids]
+            except Exception:
+                logger.exception("the %s pool could not be told what nobody waits for", self._pool)
+            finally:
+                self._unwanted = [one for one in self._unwanted if one not in ids]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, context=Context())

@@ -45,6 +45,7 @@ from app.openapi import ENCODE, ERRORS
 from app.pipeline import Pipeline, Timings
 from app.pools import Pools
 from app.store import Store
+from app.threads import in_thread
 from configs.processor import ProcessorConfig
 from configs.settings import Settings, change_limits
 from deployments.batcher import SWITCH_INTERVAL_S
@@ -132,7 +133,7 @@ class IngressReplica:
                 notes["stored"] = [item.stored for item in items]
             started = time.perf_counter()
             render = partial(FORMATS[options.format], self._settings.model, items)
-            rendered = await asyncio.to_thread(render) if options.format in SLOW else render()
+            rendered = await in_thread(render) if options.format in SLOW else render()
             timings.note(format=time.perf_counter() - started)
             timings.note(total=time.perf_counter() - timings.started)
         return PieceResponse(rendered, {"server-timing": timings.header()})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import Request
@@ -14,6 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from app.errors import FovealError
 from app.schemas import EncodeOptions, FramesPart, ImagePart, VideoPart, parse_body, parse_options
+from app.threads import in_thread
 from configs.settings import Limits
 
 
@@ -131,7 +132,7 @@ async def _read_json(request: Request, limits: Limits) -> tuple[list[tuple[str, 
     if not raw:
         raise FovealError("empty_body", "the request carries no bytes")
     try:
-        decoded = await asyncio.to_thread(json.loads, raw)
+        decoded = await in_thread(partial(json.loads, raw))
     except (ValueError, RecursionError) as error:
         raise FovealError("malformed_request", f"the body is not JSON: {error}") from None
     # Before the parts are validated one by one, which takes long if they are many.

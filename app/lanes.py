@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import socket
@@ -12,15 +13,19 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from app.arena import Arena
+from app.arena import KEPT_BYTES, Arena
+from app.threads import in_thread
 from deployments.lane import MAX_MESSAGE, LaneCall, LaneDrop, LaneItem, LaneOffer, LaneReply, Room
 from deployments.protocol import EncodeCall, EncodeReply, ReplicaState
+
+logger = logging.getLogger("foveal")
 
 OPEN_S = 1.0  # a pool that gives no lane for so long, because it has no replica, is called through Serve
 COPY_ASIDE_BYTES = 1 << 20  # an event loop that copies more is late for others
@@ -66,7 +71,7 @@ class Hub:
             return frames
         placed = room.reshape(frames.shape)
         if frames.nbytes > COPY_ASIDE_BYTES:
-            await asyncio.to_thread(np.copyto, placed, frames)
+            await in_thread(partial(np.copyto, placed, frames))
         else:
             np.copyto(placed, frames)
         return placed
@@ -167,8 +172,17 @@ class Lane:
                 future.set_exception(LaneLost())
             return
         assert future is not None
+        try:
+            reply = _unpack(pickle.loads(message), [room for _, room in held])
+        except Exception:
+            # Such as one cut short, or of another version: the replica has written all that it will for this call.
+            logger.exception("a lane brought no reply that can be read")
+            self.close()
+            if not future.done():
+                future.set_exception(LaneLost())
+            return
         if not future.done():
-            future.set_result(_unpack(pickle.loads(message), [room for _, room in held]))
+            future.set_result(reply)
 
 
 def _unpack(reply: LaneReply, rooms: list[np.ndarray]) -> EncodeReply:
@@ -254,10 +268,12 @@ class Lanes:
             if lane.used <= unused:
                 lane.close()
         self._idle = [lane for lane in self._idle if lane.alive]
-        if self._idle:
+        arena = self._hub.arena
+        # Not while it is much in use, when the pages would be written again at once.
+        if arena.in_use < KEPT_BYTES:
+            arena.trim()
+        if self._idle or arena.grown:
             self._sweep_later()
-        else:
-            self._hub.arena.trim()
 
     def _sweep_later(self) -> None:
         if not self._sweep_due:

@@ -23,6 +23,7 @@ from app.pools import Pools
 from app.routing import choose_pool
 from app.schemas import EncodeOptions
 from app.store import Store, item_hash
+from app.threads import in_thread
 from configs.processor import ProcessorConfig
 from configs.settings import Settings
 from deployments.protocol import EncodeItem
@@ -143,10 +144,10 @@ class Pipeline:
             media_options = options.media()
             if source.claims is not None:
                 media_options = replace(media_options, modality=source.claims)
-            loop, frames, hash_ = asyncio.get_running_loop(), bool(source.frame_urls), None
+            frames, hash_ = bool(source.frame_urls), None
             if name is not None and self._store is not None:
-                hash_ = await loop.run_in_executor(self._files, partial(name, files, media_options, frames=frames))
-                stored = await loop.run_in_executor(self._files, self._store.get, hash_, index)
+                hash_ = await in_thread(partial(name, files, media_options, frames=frames), self._files)
+                stored = await in_thread(partial(self._store.get, hash_, index), self._files)
                 if stored is not None:
                     timings.note(fetch=fetch_s, decode=0.0)
                     return stored
@@ -159,7 +160,7 @@ class Pipeline:
                     if frames
                     else partial(self._decoder.decode, files[0], media_options)
                 )
-                media = await loop.run_in_executor(self._clips if clip else self._pictures, decode)
+                media = await in_thread(decode, self._clips if clip else self._pictures)
             timings.note(fetch=fetch_s, decode=time.perf_counter() - started)
             return _Decoded(media, hash_)
         except FovealError as error:
@@ -199,7 +200,7 @@ class Pipeline:
         dtype, embeddings = result.dtype, result.embeddings
         if options.dtype not in ("auto", dtype):
             dtype = options.dtype
-            embeddings = await asyncio.to_thread(cast, embeddings, result.dtype, dtype)
+            embeddings = await in_thread(partial(cast, embeddings, result.dtype, dtype))
         item = EncodedItem(
             index=index,
             modality=media.modality,
@@ -221,8 +222,7 @@ class Pipeline:
             timings.note(queue=result.queue_s, encode=result.encode_s)
             return item
         started = time.perf_counter()
-        put = partial(self._store.put, decoded.hash, item)
-        item = await asyncio.get_running_loop().run_in_executor(self._files, put)
+        item = await in_thread(partial(self._store.put, decoded.hash, item), self._files)
         timings.note(queue=result.queue_s, encode=result.encode_s, store=time.perf_counter() - started)
         return item
 

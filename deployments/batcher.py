@@ -144,6 +144,7 @@ class Batcher:
         self._closed = False
         self._tokens = self._bytes = 0  # of what waits
         self._started: list[_Ticket] = []  # the batch that is being submitted
+        self._begun: deque[float] = deque()  # when each batch past the queue was submitted, the oldest first
         self._cancelled = self._expired = self._rejected = 0
         self.batches = 0
         self.fault: str | None = None
@@ -198,6 +199,11 @@ class Batcher:
                     ticket.dropped = True
             self._sweep()
 
+    def running_s(self) -> float:
+        """Seconds since the oldest batch that has not ended was submitted; 0 if there is none."""
+        begun = next(iter(self._begun.copy()), None)
+        return 0.0 if begun is None else time.perf_counter() - begun
+
     def state(self) -> QueueState:
         with self._changed:
             self._sweep()
@@ -232,6 +238,7 @@ class Batcher:
         if batch is None:
             return False
         started = time.perf_counter()
+        self._begun.append(started)
         try:
             pending = self._runner.submit(
                 batch[0].size.modality,
@@ -242,10 +249,10 @@ class Batcher:
         except Stopped:
             for ticket in batch:
                 self._give_up(ticket)
-            self._slots.release()
+            self._end(started)
         except Exception as error:
             self._break(batch, error)
-            self._slots.release()
+            self._end(started)
         else:
             self._running.put((batch, pending, started))
         finally:
@@ -254,33 +261,37 @@ class Batcher:
 
     def _collect(self) -> None:
         while (entry := self._running.get()) is not None:
-            self._finish(*entry)
+            try:
+                self._finish(*entry)
+            except Exception as error:
+                # Without this thread no batch would be answered any more.
+                self._break(entry[0], error)
+            finally:
+                self._end(entry[2])
             del entry
 
+    def _end(self, started: float) -> None:
+        self._begun.remove(started)
+        self._slots.release()
+
     def _finish(self, batch: list[_Ticket], pending: Pending, started: float) -> None:
-        try:
-            outputs = pending.result()
-        except Exception as error:
-            self._break(batch, error)
-        else:
-            encode_s = time.perf_counter() - started
-            answered = [
-                (ticket, self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s))
-                for ticket, output in zip(batch, outputs, strict=True)
-                if not self._to_rerun(ticket, output)
-            ]
-            for ticket, result in answered:
-                ticket.future.set_result(result)
-            self.batches += 1
-            self.busy_s += pending.busy_seconds
-            self._metrics.batch(
-                [ticket.size.tokens for ticket, _ in answered],
-                [result for _, result in answered],
-                encode_s,
-                pending.busy_seconds,
-            )
-        finally:
-            self._slots.release()
+        outputs = pending.result()
+        encode_s = time.perf_counter() - started
+        answered = [
+            (ticket, self._answer(ticket, output, ticket.item.waited_s + started - ticket.queued_at, encode_s))
+            for ticket, output in zip(batch, outputs, strict=True)
+            if not self._to_rerun(ticket, output)
+        ]
+        for ticket, result in answered:
+            ticket.future.set_result(result)
+        self.batches += 1
+        self.busy_s += pending.busy_seconds
+        self._metrics.batch(
+            [ticket.size.tokens for ticket, _ in answered],
+            [result for _, result in answered],
+            encode_s,
+            pending.busy_seconds,
+        )
 
     def _next_batch(self) -> list[_Ticket] | None:
         """Waits for work; None once closed."""
@@ -351,7 +362,8 @@ class Batcher:
         fault = f"{type(error).__name__}: {error}"
         self._latch(fault)
         for ticket in batch:
-            ticket.future.set_result(self._error("fault", fault))
+            if not ticket.future.done():
+                ticket.future.set_result(self._error("fault", fault))
 
     def _latch(self, fault: str) -> None:
         logger.error("%s replica is not to be trusted any more: %s", self._pool, fault)

@@ -210,7 +210,9 @@ class LaneServer:
                     if isinstance(request, LaneDrop):
                         self._drop(request.ids)
                     else:
-                        task = self._loop.create_task(self._answer(request, memory, channel))
+                        # Queued here and now, so that a drop that comes right behind finds the items.
+                        futures = self._begin(request, memory)
+                        task = self._loop.create_task(self._answer(request, futures, memory, channel))
                         calls[task] = request
                         task.add_done_callback(calls.pop)
                         task.add_done_callback(partial(_end_if_failed, lane))
@@ -241,11 +243,13 @@ class LaneServer:
         finally:
             os.close(fd)
 
-    async def _answer(self, call: LaneCall, memory: np.ndarray, channel: socket.socket) -> None:
-        items = [item.item(memory) for item in call.items]
+    def _begin(self, call: LaneCall, memory: np.ndarray) -> Sequence[Future[EncodeResult]]:
         self.calls += 1
-        futures = self._put(EncodeCall(call.ingress, items, call.tokens_behind))
-        del items
+        return self._put(EncodeCall(call.ingress, [item.item(memory) for item in call.items], call.tokens_behind))
+
+    async def _answer(
+        self, call: LaneCall, futures: Sequence[Future[EncodeResult]], memory: np.ndarray, channel: socket.socket
+    ) -> None:
         await all_done(futures)
         results = [future.result() for future in futures]
         write = partial(_write_all, results, call.items, memory)
@@ -253,7 +257,7 @@ class LaneServer:
             reply = await self._loop.run_in_executor(self._copiers, write)
         else:
             reply = write()
-        with suppress(OSError):  # the ingress is gone
+        with suppress(ConnectionError):  # the ingress is gone
             channel.send(pickle.dumps(LaneReply(self._replica, *reply)))
 
 

@@ -21,6 +21,8 @@ from encoder.budgets import PackLimits, default_token_budgets
 from encoder.checkpoint import resolve_checkpoint
 from encoder.runner import EncoderRunner, resolve_device
 
+# A batch is taken for hung after so many times `limits.deadline_s`.
+HUNG_DEADLINES = 3
 # Serve's defaults for a pool, overridden under `deployments:` in serve_config.yaml. The batcher is the queue: calls are
 # let through to it, and it refuses what it has no room for.
 POOL_OPTIONS: dict[str, Any] = {
@@ -150,9 +152,12 @@ class PoolReplica:
         return self._work.report()
 
     def check_health(self) -> None:
-        """Raises once a batch has failed as a whole, for ever: Serve then replaces the replica."""
+        """Raises once a batch has failed as a whole, for ever, or while one does not end: Serve then replaces the
+        replica. A device that hangs tells nobody, and by then every request that the batch served has got its 504."""
         if self._batcher.fault is not None:
             raise RuntimeError(self._batcher.fault)
+        if (seconds := self._batcher.running_s()) > HUNG_DEADLINES * self._settings.limits.deadline_s:
+            raise RuntimeError(f"a batch has been running for {seconds:.0f} s")
 
 
 def graph_budgets(settings: Settings, own: GraphSettings) -> list[int]:

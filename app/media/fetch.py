@@ -15,13 +15,14 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from urllib.parse import unquote_to_bytes
 
 import certifi
 import httpx
 
 from app.errors import FovealError
+from app.threads import in_thread
 from configs.settings import FetchSettings
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -42,7 +43,7 @@ async def fetch(url: str, settings: FetchSettings, max_body_bytes: int) -> bytes
     """
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
-        return await asyncio.to_thread(_data_uri, url, max_body_bytes)
+        return await in_thread(partial(_data_uri, url, max_body_bytes))
     if not settings.enabled:
         raise FovealError("fetch_forbidden", "fetching URLs is off (fetch.enabled); send a data: URI or the bytes")
     limit = min(settings.max_bytes, max_body_bytes)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import pytest
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
+from app import arena as arena_module
 from app import lanes
 from app.arena import Arena
 from app.dispatch import Dispatcher
@@ -64,6 +66,7 @@ class Replica:
     calls: list[list[int]] = field(default_factory=list)
     by_handle: list[list[int]] = field(default_factory=list)
     dropped: set[str] = field(default_factory=set)
+    found: list[int] = field(default_factory=list)  # of what is dropped, what waited here
     opened: list[Response] = field(default_factory=list)
     at_once: bool = True
     width: int = WIDTH
@@ -87,6 +90,7 @@ class Replica:
 
     def drop(self, ids: Collection[str]) -> None:
         self.dropped |= set(ids)
+        self.found += [int(one.frames.flat[0]) for one, _ in self.waiting if one.id in ids]
 
     def answer(self) -> None:
         for one, future in self.waiting:
@@ -246,6 +250,53 @@ async def test_two_that_die_are_told(bench: Bench) -> None:
     assert caught.value.code == "unavailable"
 
 
+@bench_test(at_once=False)
+async def test_a_drop_right_behind_its_call_finds_the_item(bench: Bench) -> None:
+    (first,) = bench.put(item(1))
+    await bench.until(lambda: bench.replica.waiting)
+    bench.replica.answer()
+    await first
+    # Both messages are there when the replica next looks.
+    bench.replica.server._loop.call_soon_threadsafe(time.sleep, 0.2)
+    (task,) = bench.put(item(2))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await bench.until(lambda: bench.replica.dropped)
+    assert bench.replica.found == [2]
+    bench.replica.answer()
+
+
+def test_a_reply_that_cannot_be_read_ends_its_lane(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise EOFError("cut short")
+
+    @bench_test()
+    async def run(bench: Bench) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "_unpack", broken)
+            assert await bench.values(item(7)) == [[[7] * 8]]
+        assert (bench.replica.calls, bench.replica.by_handle) == ([[7]], [[7]])
+        assert await bench.values(item(8)) == [[[8] * 8]]
+        assert bench.replica.calls == [[7], [8]]  # by a lane again
+        assert "a lane brought no reply that can be read" in caplog.text
+
+    run()
+
+
+def test_a_reply_that_cannot_be_sent_ends_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    @bench_test()
+    async def run(bench: Bench) -> None:
+        with monkeypatch.context() as patch:
+            # Larger than the socket takes.
+            patch.setattr(server_side, "LaneReply", lambda *_: b"x" * (1 << 22))
+            assert await bench.values(item(7)) == [[[7] * 8]]
+        assert (bench.replica.calls, bench.replica.by_handle) == ([[7]], [[7]])
+
+    run()
+
+
 @bench_test(node="elsewhere")
 async def test_a_replica_of_another_node_is_called_through_serve(bench: Bench) -> None:
     for number in range(3):
@@ -307,6 +358,24 @@ def test_an_idle_lane_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await bench.replica.opened[0].task is True
         assert await bench.values(item(2)) == [[[2] * 8]]
         assert len(bench.replica.opened) == 2
+
+    run()
+
+
+def test_shared_memory_that_slow_clients_held_goes_back_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "IDLE_S", 0.05)
+    for module in (lanes, arena_module):
+        monkeypatch.setattr(module, "KEPT_BYTES", 8192)
+
+    @bench_test()
+    async def run(bench: Bench) -> None:
+        results = await asyncio.gather(*bench.put(*(item(i, 4) for i in range(4))))
+        assert await bench.replica.opened[0].task is True  # no lane is left
+        await asyncio.sleep(0.2)
+        assert bench.arena.grown
+        del results
+        await bench.until(lambda: not bench.arena.grown)
+        assert bench.arena.in_use == 0
 
     run()
 

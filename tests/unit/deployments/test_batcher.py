@@ -192,6 +192,44 @@ def test_batches_form_while_the_device_is_busy(make: Make, runner: HeldRunner) -
     assert runner.threads != {threading.get_ident()}
 
 
+def test_how_long_the_oldest_batch_has_been_running(make: Make, runner: HeldRunner) -> None:
+    runner.max_in_flight = 2
+    batcher = make()
+    assert batcher.running_s() == 0
+    began = time.perf_counter()
+    first = occupy(batcher, runner)
+    time.sleep(0.05)
+    second = put(batcher, 1)
+    wait_for(lambda: len(runner.batches) == 2)
+    assert 0.05 <= batcher.running_s() <= time.perf_counter() - began
+    between = time.perf_counter()
+    runner.gate.release()
+    first.result(10)
+    wait_for(lambda: batcher.running_s() <= time.perf_counter() - began - 0.05)
+    assert batcher.running_s() >= time.perf_counter() - between - 0.01
+    runner.gate.release()
+    second.result(10)
+    wait_for(lambda: batcher.running_s() == 0)
+
+
+def test_a_collector_that_fails_is_a_fault_and_leaves_nobody_waiting(
+    make: Make, runner: HeldRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = make()
+
+    def broken(*_: Any) -> None:
+        raise OSError("no such metric")
+
+    monkeypatch.setattr(batcher._metrics, "batch", broken)
+    first = occupy(batcher, runner)
+    waits = put(batcher, 1)
+    runner.gate.release()
+    assert first.result(10).error is None
+    assert waits.result(10).error == "fault"
+    assert batcher.fault == "OSError: no such metric"
+    assert put(batcher, 2).result(10).error == "fault"
+
+
 def test_two_batches_may_be_in_flight(make: Make, runner: HeldRunner) -> None:
     runner.max_in_flight = 2
     batcher = make()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from configs.settings import EagerSettings, GraphSettings, Settings, VideoSettings
+from configs.settings import EagerSettings, GraphSettings, Limits, Settings, VideoSettings
 from deployments.eager import EagerReplica
 from deployments.image_graph import ImageReplica
 from deployments.pool import PoolReplica, graph_budgets
@@ -103,6 +104,31 @@ def test_a_failed_batch_makes_the_replica_unhealthy(make: Make, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="illegal memory access"):
         replica.check_health()
     assert "illegal memory access" in (asyncio.run(replica.state()).fault or "")
+
+
+def test_a_batch_that_does_not_end_makes_the_replica_unhealthy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = make(EagerReplica, Settings(device="cpu", limits=Limits(deadline_s=1.0)))
+    monkeypatch.setattr("deployments.pool.HUNG_DEADLINES", 0.05)
+    hangs, submit = threading.Event(), replica._runner.submit
+
+    def hung(*args: Any, **options: Any) -> Any:
+        hangs.wait()
+        return submit(*args, **options)
+
+    monkeypatch.setattr(replica._runner, "submit", hung)
+
+    async def run() -> list[EncodeResult]:
+        replica.check_health()
+        task = asyncio.create_task(replica.encode(EncodeCall("ingress", IMAGES[:1])))
+        await asyncio.sleep(0.2)
+        with pytest.raises(RuntimeError, match="a batch has been running for 0 s"):
+            replica.check_health()
+        hangs.set()
+        return (await task).results
+
+    (result,) = asyncio.run(run())
+    assert result.error is None
+    replica.check_health()
 
 
 def test_cancelling_a_call_drops_what_waits(make: Make) -> None:
