@@ -31,13 +31,15 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process. anon: bytes that are its own; rss: with what it maps, shared memory included."""
+    """Of one process. anon: bytes that are its own; rss: with what it maps, shared memory included; age_s: since its
+    start."""
 
     name: str
     cpu_s: float
     rss: int
     anon: int
     files: int
+    age_s: float
 
 
 def name_of(command_line: str) -> str:
@@ -46,18 +48,20 @@ def name_of(command_line: str) -> str:
 
 def measure(pids: Iterable[int]) -> dict[int, Cost]:
     """The cost of each process that still runs."""
-    costs = {}
+    costs, now = {}, time.clock_gettime(time.CLOCK_BOOTTIME)
     for pid in pids:
         folder = Path("/proc", str(pid))
         try:
             line = (folder / "cmdline").read_text().replace("\0", " ")
-            ticks = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
             status = dict(row.split(":", 1) for row in (folder / "status").read_text().splitlines() if ":" in row)
             files = len(os.listdir(folder / "fd"))
         except OSError:
             continue
         rss, anon = (int(status.get(key, "0 kB").split()[0]) * 1024 for key in ("VmRSS", "RssAnon"))
-        costs[pid] = Cost(name_of(line), sum(map(int, ticks)) / TICK, rss, anon, files)
+        costs[pid] = Cost(
+            name_of(line), sum(map(int, stat[11:13])) / TICK, rss, anon, files, now - int(stat[19]) / TICK
+        )
     return costs
 
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,9 @@ MAX_GROWTH = 0.10  # over the whole run, as a part of the median
 # A run shorter than this is mostly warming up: decoders alone keep some hundred MiB once they have seen large pictures.
 SHORT_S, MAX_GROWTH_OF_SHORT = 600.0, 0.25
 WARM_UP = 0.25  # the part of the run before which growth is not looked at
+# A process that was killed starts small and grows while it warms up, for this long. Growth over the run is therefore
+# looked for between samples at which the processes had like ages.
+WARM_S, LIKE_S = 120.0, 10.0
 
 
 def requests() -> list[Request]:
@@ -88,10 +91,12 @@ class Leavers:
 
 @dataclass(frozen=True)
 class Sample:
-    """The service at one moment at which no part was missing. memory: PSS in bytes, by kind of process."""
+    """The service at one moment at which no part was missing. By kind of process, memory: PSS in bytes; ages: seconds
+    since the start of the youngest."""
 
     seconds: float
     memory: dict[str, int]
+    ages: dict[str, float]
     open_files: int
     processes: int
 
@@ -102,7 +107,10 @@ def look(service: Service, seconds: float) -> Sample | None:
     costs = measure(pids).values()
     if not {cost.name for cost in costs} >= REPLICAS or not whole(service):
         return None
-    return Sample(seconds, pss_bytes(pids), sum(cost.files for cost in costs), len(pids))
+    ages: dict[str, float] = {}
+    for cost in costs:
+        ages[cost.name] = min(cost.age_s, ages.get(cost.name, cost.age_s))
+    return Sample(seconds, pss_bytes(pids), ages, sum(cost.files for cost in costs), len(pids))
 
 
 def whole(service: Service) -> bool:
@@ -113,24 +121,31 @@ def whole(service: Service) -> bool:
         return False
 
 
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil and Sen's: the median of the slopes between all pairs. A few odd points do not move it."""
-    slopes = [(y1 - y0) / (x1 - x0) for i, (x0, y0) in enumerate(points) for x1, y1 in points[i + 1 :] if x1 > x0]
+def slope(points: Sequence[tuple[float, float, float]]) -> float:
+    """Theil and Sen's: the median of the slopes of y over x between all pairs, here of points (x, y, age) whose ages
+    are alike. A few odd points do not move it."""
+    slopes = [
+        (y1 - y0) / (x1 - x0)
+        for i, (x0, y0, age0) in enumerate(points)
+        for x1, y1, age1 in points[i + 1 :]
+        if x1 > x0 and abs(min(age1, WARM_S) - min(age0, WARM_S)) <= LIKE_S
+    ]
     return statistics.median(slopes) if slopes else 0.0
 
 
-def growth(samples: Sequence[Sample], value: Callable[[Sample], float], seconds: float) -> dict[str, float]:
-    """How much `value` would grow over the run at the slope of its steady part, and what that is of its median."""
-    steady = [s for s in samples if s.seconds >= WARM_UP * seconds]
+def growth(points: Sequence[tuple[float, float, float]], seconds: float) -> dict[str, float]:
+    """How much y of (seconds, y, age) would grow over the run at the slope of its steady part, and its median."""
+    steady = [point for point in points if point[0] >= WARM_UP * seconds]
     if len(steady) < 3:
-        return {"median": 0.0, "per_hour": 0.0, "over_the_run": 0.0, "part": 0.0}
-    each, median = slope([(s.seconds, value(s)) for s in steady]), statistics.median(map(value, steady))
-    return {
-        "median": median,
-        "per_hour": each * 3600,
-        "over_the_run": each * seconds,
-        "part": each * seconds / median if median else 0.0,
-    }
+        return {"median": 0.0, "over_the_run": 0.0}
+    return {"median": statistics.median(y for _, y, _ in steady), "over_the_run": slope(steady) * seconds}
+
+
+def together(growths: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Their sums, and what the growth is of the median."""
+    told = [*growths]
+    median, grown = (sum(one[name] for one in told) for name in ("median", "over_the_run"))
+    return {"median": median, "over_the_run": grown, "part": grown / median if median else 0.0}
 
 
 class Killer:
@@ -206,8 +221,12 @@ def report(
     well: bool,
 ) -> dict[str, Any]:
     kinds = sorted({kind for s in samples for kind in s.memory})
-    memory = growth(samples, lambda s: sum(s.memory.values()), seconds)
-    files = growth(samples, lambda s: s.open_files, seconds)
+    by_kind = {
+        kind: growth([(s.seconds, s.memory.get(kind, 0), s.ages.get(kind, 0.0)) for s in samples], seconds)
+        for kind in kinds
+    }
+    memory = together(by_kind.values())
+    files = together([growth([(s.seconds, s.open_files, WARM_S) for s in samples], seconds)])
     recovery: dict[str, list[float]] = {}
     for kill in kills:
         recovery.setdefault(kill["victim"], []).append(kill["full_health_s"])
@@ -233,16 +252,13 @@ def report(
         "full_health_s": {name: {"median": statistics.median(s), "max": max(s)} for name, s in recovery.items()},
         "memory_mib": {name: round(value / 2**20, 1) for name, value in memory.items() if name != "part"}
         | {"part": round(memory["part"], 4)},
-        "memory_by_kind_mib": {kind: _of_kind(samples, kind, seconds) for kind in kinds},
+        "memory_by_kind_mib": {
+            kind: {name: round(value / 2**20, 1) for name, value in told.items()} for kind, told in by_kind.items()
+        },
         "open_files": {name: round(value, 3) for name, value in files.items()},
         "samples": len(samples),
         "failures": failures,
     }
-
-
-def _of_kind(samples: Sequence[Sample], kind: str, seconds: float) -> dict[str, float]:
-    told = growth(samples, lambda s: s.memory.get(kind, 0), seconds)
-    return {name: round(told[name] / 2**20, 1) for name in ("median", "over_the_run")}
 
 
 def _shorter_deadline(config: dict[str, Any]) -> None:

@@ -10,20 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.checked import Answer, Attempt, CheckedLoad, Outcome
-from benchmarks.soak import Sample, growth, report, slope
+from benchmarks.soak import Sample, growth, report, slope, together
 
 
 @given(st.floats(-5, 5), st.floats(-1e3, 1e3), st.integers(0, 19))
 def test_an_odd_point_does_not_move_the_slope(rise: float, start: float, odd: int) -> None:
-    points = [(float(x), start + rise * x) for x in range(20)]
+    points = [(float(x), start + rise * x, 300.0) for x in range(20)]
     assert slope(points) == pytest.approx(rise, abs=1e-6)
-    points[odd] = (float(odd), 1e9)
+    points[odd] = (float(odd), 1e9, 300.0)
     assert slope(points) == pytest.approx(rise, abs=1e-6)
 
 
 def samples(start: int, per_s: float, seconds: int = 600) -> list[Sample]:
     return [
-        Sample(s, {"ingress": start // 2, "proxy": start // 2 + int(per_s * s)}, 100, 9) for s in range(0, seconds, 10)
+        Sample(s, {"ingress": start // 2, "proxy": start // 2 + int(per_s * s)}, {"ingress": s, "proxy": s}, 100, 9)
+        for s in range(0, seconds, 10)
     ]
 
 
@@ -34,10 +35,22 @@ def load(outcomes: list[tuple[Outcome, str]]) -> CheckedLoad:
 
 
 def test_growth_is_told_over_the_run() -> None:
-    told = growth(samples(1000, 1.0), lambda s: sum(s.memory.values()), 600)
+    told = growth([(s.seconds, sum(s.memory.values()), 300.0) for s in samples(1000, 1.0)], 600)
     assert told["over_the_run"] == pytest.approx(600)
-    assert told["per_hour"] == pytest.approx(3600)
-    assert told["part"] == pytest.approx(600 / told["median"])
+    assert told["median"] == pytest.approx(1000 + 370)
+    assert together([told, {"median": 630.0, "over_the_run": 0.0}]) == pytest.approx(
+        {"median": 2000.0, "over_the_run": 600.0, "part": 0.3}
+    )
+
+
+@pytest.mark.parametrize("leak_per_s", [0.0, 0.1])
+def test_warming_up_after_a_kill_is_not_growth(leak_per_s: float) -> None:
+    """A process grows by 100 in the 100 s after each start, and was last killed long before the end."""
+    starts, points = [0, 150, 400, 700], []
+    for now in range(0, 1200, 5):
+        age = now - max(start for start in starts if start <= now)
+        points.append((float(now), 300.0 + min(age, 100) + leak_per_s * now, float(age)))
+    assert growth(points, 1200)["over_the_run"] == pytest.approx(leak_per_s * 1200, abs=3)
 
 
 def test_only_what_is_wrong_fails() -> None:
