@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,8 @@ CLONE_NEWNET = 0x40000000
 NETWORK = "198.18.77"  # of the range that is set aside for such tests
 PORT, GCS_PORT = 8000, 6379
 SKIPPED = 77
+# As docs/operations.md has it for whatever `ray start` starts.
+AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 HOSTS = {"head": 1, "a": 2, "b": 3, "client": 9}
 
 
@@ -81,7 +84,9 @@ class Network:
         prefix = ["ip", "netns", "exec", self.namespace(host), "unshare", "--mount", "sh", "-c", script, "sh"]
         log = self.folder / f"{host}.log"  # not a pipe: what the command leaves running would keep it open
         with log.open("wb") as out:
-            done = subprocess.run([*prefix, *command], env={**os.environ, **ENV}, stdout=out, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                [*prefix, *command], env={**os.environ, **ENV, **AUTH}, stdout=out, stderr=subprocess.STDOUT
+            )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} on {host}:\n{log.read_text()}")
 
@@ -201,7 +206,7 @@ class Hosts:
 
 def dashboard(path: str) -> Any:
     """What Ray's dashboard answers, to be asked on the head."""
-    token = {"Authorization": f"Bearer {ENV['RAY_AUTH_TOKEN']}"}
+    token = {"Authorization": f"Bearer {AUTH['RAY_AUTH_TOKEN']}"}
     return httpx.get(f"http://127.0.0.1:8265{path}", headers=token, timeout=60).json()
 
 

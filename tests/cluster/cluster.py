@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -27,8 +26,6 @@ from benchmarks.service import ROOT, free_port
 
 ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.middleware.at_proxy",
     # As configs/kuberay sets them: how soon the controller sees what waits and what works.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
