@@ -166,22 +166,20 @@ class Lane:
             pass
         held, future = self._held, self._reply
         self._held, self._reply, self.used = [], None, time.monotonic()
-        if not message:
+        reply: EncodeReply | None = None
+        if message:
+            try:
+                reply = _unpack(pickle.loads(message), [room for _, room in held])
+            except Exception:
+                # Such as one cut short, or of another version: the replica has written all that it will for this call.
+                logger.exception("a lane brought no reply that can be read")
+        if reply is None:
             self.close()
-            if future is not None and not future.done():
-                future.set_exception(LaneLost())
+        if future is None or future.done():
             return
-        assert future is not None
-        try:
-            reply = _unpack(pickle.loads(message), [room for _, room in held])
-        except Exception:
-            # Such as one cut short, or of another version: the replica has written all that it will for this call.
-            logger.exception("a lane brought no reply that can be read")
-            self.close()
-            if not future.done():
-                future.set_exception(LaneLost())
-            return
-        if not future.done():
+        if reply is None:
+            future.set_exception(LaneLost())
+        else:
             future.set_result(reply)
 
 

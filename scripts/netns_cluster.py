@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import httpx
 
 from benchmarks.checked import CheckedLoad, Request, first_answers
+from benchmarks.service import token_auth
 from tests.cluster.cluster import ENV, POOLS, cluster_config, eventually
 from tests.integration.media import mp4, png
 
@@ -41,7 +41,7 @@ NETWORK = "198.18.77"  # of the range that is set aside for such tests
 PORT, GCS_PORT = 8000, 6379
 SKIPPED = 77
 # As docs/operations.md has it for whatever `ray start` starts.
-AUTH = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+AUTH = token_auth()
 HOSTS = {"head": 1, "a": 2, "b": 3, "client": 9}
 
 

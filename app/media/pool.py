@@ -38,6 +38,7 @@ import numpy as np
 from app.errors import CODES, FovealError
 from app.media.deadline import timeout_error
 from app.media.types import DecodedMedia, MediaOptions
+from app.threads import in_thread
 from configs.processor import ProcessorConfig
 from configs.settings import Limits
 
@@ -122,8 +123,7 @@ class DecodePool:
             raise timeout_error(self._limits.decode_timeout_s) from None
 
     async def _try_again(self, data: bytes, options: MediaOptions) -> DecodedMedia:
-        last = partial(self._run, "decode", [data], options, again=True)
-        return await asyncio.get_running_loop().run_in_executor(None, last)
+        return await in_thread(partial(self._run, "decode", [data], options, again=True))
 
     def close(self) -> None:
         """Ends the decoders, the busy ones too."""
@@ -149,8 +149,8 @@ class DecodePool:
         try:
             # A decoder may also die of what others did, such as running out of memory: one is not yet proof. The second
             # is a new one, since what ended the first may have ended the idle ones too.
-            for left in (0,) if again else (1, 0):
-                if not left and decoder is not None:
+            for last_try in (True,) if again else (False, True):
+                if last_try and decoder is not None:
                     self._parent.end(decoder)
                     decoder = None
                 decoder = decoder or self._parent.fork()
@@ -162,7 +162,7 @@ class DecodePool:
                 except _Lost as e:
                     if self._closed:
                         raise _stopping() from e
-                    if not left:
+                    if last_try:
                         raise FovealError("undecodable_media", CRASHED) from e
                 except TimeoutError:
                     raise timeout_error(self._limits.decode_timeout_s) from None

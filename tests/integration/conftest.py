@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.service import Service
+from benchmarks.service import Service, token_auth
 from tests.integration.media import Sample
 from tests.unit.media.reference import reference_image, reference_video
 
@@ -32,7 +31,7 @@ def store_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def ray_auth() -> dict[str, str]:
     """The environment by which a process gets to the service's own Ray instance."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return token_auth()
 
 
 @pytest.fixture(scope="session")
