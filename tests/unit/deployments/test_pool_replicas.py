@@ -121,7 +121,7 @@ def test_a_batch_that_does_not_end_makes_the_replica_unhealthy(make: Make, monke
     async def run() -> list[EncodeResult]:
         replica.check_health()
         task = asyncio.create_task(replica.encode(EncodeCall("ingress", IMAGES[:1])))
-        while replica._batcher.running_s() < 0.1:
+        while replica._batcher.running_s() < 0.1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         with pytest.raises(RuntimeError, match="a batch has been running for 0 s"):
             replica.check_health()
