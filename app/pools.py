@@ -64,6 +64,7 @@ class PoolView:
             "name": self.name,
             "backend": one and one.backend,
             "attention": one and one.attention,
+            "linears": one and one.linears,
             "device": one and one.device,
             "dtype": one and one.dtype,
             "token_budgets": list(one.token_budgets) if one else None,

@@ -698,9 +698,15 @@ class Benchmark:
 
     def graphs(self) -> None:
         """The rows of graphs that are made for one batch, ours last."""
-        ours, ops, device = self.ours.attention, self.ours.ops, self.device
+        ours, own, device = self.ours.attention, self.ours.ops, self.device
+        # Fused elementwise kernels around the library's linear layers.
+        ops: Ops = TorchOps()
         flash: Attention = FlashVarlen() if self.clock.cuda else SegmentSdpa()
-        self.graph(f"plain graph, exact shape, {flash.name}", flash, TorchOps())
+        self.graph(f"plain graph, exact shape, {flash.name}", flash, ops)
+        if has_triton(device):
+            from encoder.kernels import TritonOps
+
+            ops = TritonOps()
         exact = "fused graph, exact shape"
         if self.clock.cuda:
             self.graph(f"{exact}, cudnn-dense", CudnnDense(), ops)
@@ -731,8 +737,10 @@ class Benchmark:
             power_of_two,
             lambda column: SLOTS,
         )
-        self.graph(f"ours, exact shape, {ours.name}", ours, ops)
-        self.graph(f"ours in a power-of-two budget, {ours.name}", ours, ops, power_of_two, manager_slots)
+        if own.linears != ops.linears:
+            self.graph(f"{exact}, {ours.name}", ours, ops)
+        self.graph(f"ours, exact shape, {ours.name}, {own.linears}", ours, own)
+        self.graph(f"ours in a power-of-two budget, {ours.name}, {own.linears}", ours, own, power_of_two, manager_slots)
 
     def run(self, quick: bool, compile_seconds: float) -> None:
         part = self.report.part
@@ -744,7 +752,7 @@ class Benchmark:
             self.reference_eager()
         # Its place in the table; measured last, so that a run cut short keeps the rest.
         self.report.absent(COMPILED, "not measured")
-        self.report.data["attention"] = self.ours.attention.name
+        self.report.data |= {"attention": self.ours.attention.name, "linears": self.ours.ops.linears}
         self.graphs()
         long = [c for c in self.columns if c.grids[0][0] > self.ours.t_capture]
         short = [c for c in self.columns if c not in long]
@@ -903,7 +911,7 @@ def markdown(data: dict[str, Any]) -> str:
         for column, details in cells.items():
             gpu = rows.get(f"{row}: GPU time", {}).get(column)
             exact = [c[column]["ms"] for c in exact_rows.values() if column in c]
-            same = exact_rows.get(f"ours, exact shape, {data['attention']}", {}).get(column)
+            same = exact_rows.get(f"ours, exact shape, {data['attention']}, {data['linears']}", {}).get(column)
             body.append(
                 [
                     column,

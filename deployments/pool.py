@@ -128,6 +128,7 @@ class PoolReplica:
         return ReplicaState(
             backend=self._runner.backend,
             attention=self._runner.attention,
+            linears=self._runner.linears,
             device=self._runner.device,
             dtype=self._runner.dtype,
             width=self._runner.width,

@@ -111,6 +111,7 @@ class QueueState:
 class ReplicaState:
     """What one replica is and what it has done. Counters are in items; tokens as in `GraphStats`.
 
+    attention, linears: what runs the attention and the linear layers.
     width, main_width: columns of the embeddings, and of those of a `main_only` item.
     token_budgets: the captured budgets, ascending; empty in the eager pool.
     t_capture: temporal patches a video may have in a graph; None outside the video pool.
@@ -122,6 +123,7 @@ class ReplicaState:
 
     backend: str
     attention: str
+    linears: str
     device: str
     dtype: str
     width: int

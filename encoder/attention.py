@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
+HOPPER_HEAD_DIMS = (64, 72, 80)
+
 
 class Attention(Protocol):
     """`plan` runs once a forward, `__call__` once a layer; both inside the captured callable.
@@ -128,11 +130,16 @@ def choose_tiling(rows: int, num_seqs: int) -> Tiling | None:
     """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None where the
     portable kernel is faster.
 
-    Few rows want many small blocks. A few segments of under 256 rows each leave most of a large block idle. Many
-    segments are a video's frames, for which a tile of 112 keys wastes less than one of 128.
+    Few rows want many small blocks, and up to 256 all keys of any segment in one tile: what counts there is how many
+    steps wait for each other. A few segments of under 256 rows each leave most of a large block idle. Many segments are
+    a video's frames, for which a tile of 112 keys wastes less than one of 128.
     """
-    if rows <= 512:
+    if rows <= 128:
         return Tiling(64, 1)
+    if rows <= 256:
+        return Tiling(256, 1, 1)
+    if rows <= 512:
+        return Tiling(64, 2)
     if rows <= 1024:
         return Tiling(112, 2)
     if num_seqs > 32:
@@ -154,6 +161,16 @@ def missing_package(*names: str) -> str | None:
     return next((name for name in names if importlib.util.find_spec(name) is None), None)
 
 
+def runs_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels written for Hopper GPUs may be tried on `device` with `dtype`."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and has_triton(device)
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and missing_package("cuda", "cuda.bindings") is None
+    )
+
+
 def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
     """The fastest implementation that runs on `device` with `dtype`.
 
@@ -165,13 +182,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     half = dtype in (torch.bfloat16, torch.float16)
     capability = torch.cuda.get_device_capability(device)
     triton = has_triton(device)
-    if (
-        triton
-        and half
-        and head_dim in (64, 72, 80)
-        and capability[0] == 9
-        and missing_package("cuda", "cuda.bindings") is None
-    ):
+    if runs_hopper_kernels(device, dtype) and head_dim in HOPPER_HEAD_DIMS:
         from encoder.attention_sm90 import HopperVarlen
 
         try:

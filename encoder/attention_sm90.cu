@@ -3,8 +3,9 @@
 // the last while they take the softmax. The head dimension is used as it is: 72 is 72 columns of PV and 80 of QK^T.
 //
 // Set by the host: D (head dimension, a multiple of 8 from 64 to 80), BN (keys in a tile), WGS (consumer warpgroups),
-// STAGES, ELEMENT ("bf16" or "f16" helpers below), and the functions mma_qk and mma_pv.
+// STAGES, and the functions mma_qk and mma_pv.
 
+#define NEG_INF __int_as_float(0xff800000)
 #define TAIL (D > 64)
 #define BM (64 * WGS)
 #define PRODUCER (WGS > 1 ? 128 : 32)
@@ -18,52 +19,6 @@
 #define STAGE_BYTES (K_BYTES + KT_BYTES + V_BYTES)
 #define Q_BYTES (BM * 128)
 #define QT_BYTES (TAIL ? BM * 32 : 0)
-
-struct alignas(64) TensorMap { u64 opaque[16]; };
-
-__device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\n"
-      "bra WAIT;\nREADY:\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, u32 bar, int d, int head, int row) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
-      "l"(map), "r"(bar), "r"(d), "r"(head), "r"(row)
-      : "memory");
-}
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-template <int N> __device__ __forceinline__ void pin(float (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
-}
-template <int N> __device__ __forceinline__ void pin(u32 (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i])::"memory");
-}
-// Shared memory matrix descriptor: address, leading and stride byte offsets, swizzle (1: 128 bytes, 3: 32 bytes).
-__device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride, u64 swizzle) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | swizzle << 62;
-}
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // S = Q K^T for 64 query rows; issued, not awaited.
 __device__ __forceinline__ void issue_qk(float (&s)[BN / 2], u32 q, u32 qt, u32 k, u32 kt) {
@@ -114,7 +69,7 @@ __device__ __forceinline__ void to_operand(u32 (&p)[BN / 4], const float (&s)[BN
   for (int i = 0; i < BN / 4; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 || BN > 128 ? 1 : 3)
     varlen_attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_qt,
                      const __grid_constant__ TensorMap map_kv, const __grid_constant__ TensorMap map_kt,
                      u16* __restrict__ out, const int* __restrict__ tiles, int heads, float scale) {
@@ -134,12 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
       barrier_init(empty_k + 8 * i, 4 * WGS);
       barrier_init(empty_v + 8 * i, 4 * WGS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  predecessor_done();
+  let_successor_start();
   const int q0 = tiles[3 * blockIdx.x], start = tiles[3 * blockIdx.x + 1], end = tiles[3 * blockIdx.x + 2];
   if (q0 >= end) return;
   const int count = (end - start + BN - 1) / BN;
@@ -150,20 +104,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 ? 1 : 3)
     if (WGS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (threadIdx.x == 128 * WGS) {
       barrier_expect(full_q, Q_BYTES + QT_BYTES);
-      load_tile(q, &map_q, full_q, 0, head, q0);
-      if (TAIL) load_tile(qt, &map_qt, full_q, 64, head, q0);
+      load_tile_3d(q, &map_q, full_q, 0, head, q0);
+      if (TAIL) load_tile_3d(qt, &map_qt, full_q, 64, head, q0);
       for (int j = 0; j < count; ++j) {
         const int stage = j % STAGES, row = last - j * BN;
         const u32 free = ((j / STAGES) & 1) ^ 1;
         const u32 k = stages + stage * STAGE_BYTES, kt = k + K_BYTES, v = kt + KT_BYTES;
         barrier_wait(empty_k + 8 * stage, free);
         barrier_expect(full_k + 8 * stage, K_BYTES + KT_BYTES);
-        load_tile(k, &map_kv, full_k + 8 * stage, 0, heads + head, row);
-        if (TAIL) load_tile(kt, &map_kt, full_k + 8 * stage, 64, heads + head, row);
+        load_tile_3d(k, &map_kv, full_k + 8 * stage, 0, heads + head, row);
+        if (TAIL) load_tile_3d(kt, &map_kt, full_k + 8 * stage, 64, heads + head, row);
         barrier_wait(empty_v + 8 * stage, free);
         barrier_expect(full_v + 8 * stage, V_BYTES);
-        load_tile(v, &map_kv, full_v + 8 * stage, 0, 2 * heads + head, row);
-        if (TAIL) load_tile(v + BN * 128, &map_kv, full_v + 8 * stage, 64, 2 * heads + head, row);
+        load_tile_3d(v, &map_kv, full_v + 8 * stage, 0, 2 * heads + head, row);
+        if (TAIL) load_tile_3d(v + BN * 128, &map_kv, full_v + 8 * stage, 64, 2 * heads + head, row);
       }
     }
     return;

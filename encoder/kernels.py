@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from encoder.ops import EPS
+from encoder.ops import EPS, TorchOps
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _add_layer_norm(
     rows,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     EPSILON: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,9 +159,12 @@ def _add_layer_norm(
     _wait(PDL)
     at = tl.program_id(0).to(tl.int64) * N + col
     x = tl.load(X + at, mask=inside, other=0.0)
-    if ADD:
-        # Rounded as the separate addition of the reference rounds it.
-        x = (x.to(tl.float32) + tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)).to(X.dtype.element_ty)
+    if PARTS > 0:
+        y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            y += tl.load(Y + tl.cast(part, tl.int64) * rows * N + at, mask=inside, other=0.0)
+        # Rounded as the separate product and addition of the reference round.
+        x = (x.to(tl.float32) + y.to(X.dtype.element_ty).to(tl.float32)).to(X.dtype.element_ty)
         tl.store(X + at, x, mask=inside)
     x = x.to(tl.float32)
     centred = tl.where(inside, x - tl.sum(x, 0) / N, 0.0)
@@ -281,17 +284,28 @@ class TritonVarlen:
         return out
 
 
-class TritonOps:
+class TritonOps(TorchOps):
+    linears = "cublas"
+
     def __init__(self) -> None:
         self.pdl = supports_pdl()
+
+    def linear_gelu(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
+    ) -> torch.Tensor:
+        if approximate != "tanh":
+            return super().linear_gelu(x, weight, bias, live, approximate)
+        return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
     def add_layer_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
+        """`y` may also be float32 [parts, rows, hidden], whose sum is added."""
         out = torch.empty_like(x)
         rows, cols = x.shape
+        parts = 0 if y is None else y.shape[0] if y.ndim == 3 else 1
         _add_layer_norm[(rows,)](
-            x, x if y is None else y, weight, bias, out, rows, cols, triton.next_power_of_2(cols), y is not None, EPS,
+            x, x if y is None else y, weight, bias, out, rows, cols, triton.next_power_of_2(cols), parts, EPS,
             self.pdl, num_warps=4 if cols <= 2048 else 8, launch_pdl=self.pdl,
         )  # fmt: skip
         return out
@@ -302,9 +316,6 @@ class TritonOps:
         _rotary[(triton.cdiv(pairs, block),)](
             qkv, cos, sin, pairs, qkv.stride(0), 2 * heads, dim // 2, block, self.pdl, num_warps=4, launch_pdl=self.pdl
         )
-
-    def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
 
     def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
         frames_count, _, height, width = frames.shape

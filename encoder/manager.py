@@ -154,13 +154,11 @@ class EncoderCudaGraphManager:
         graphs = {b: g for m in missing for b, g in self.budget_graphs[m].items()}
         if not graphs:
             return
-        for graph in graphs.values():
-            for name in ("cu_seqlens", "sequence_lengths"):
-                if name in graph.buffers:
-                    graph.buffers[name].zero_()
         points = timed_budgets(list(graphs))
         events = []
         for budget in points:
+            # Each before its own replay: the graphs share these buffers.
+            _fill_without_segments(graphs[budget].buffers, len(graphs[budget].input_buffer))
             if budget <= _UPLOAD_MATTERS_UP_TO:
                 graphs[budget].graph.replay()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -207,10 +205,8 @@ class EncoderCudaGraphManager:
         inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
             tokens, self.max_batch_size, self.device, self.dtype, modality, static
         )
-        for name in ("cu_seqlens", "sequence_lengths"):
-            if name in inputs.buffers:
-                inputs.buffers[name].zero_()
         pixels = inputs.mm_kwargs[self._get_input_key(modality)]
+        _fill_without_segments(inputs.buffers, len(pixels))
         output = static.take("output", (tokens, self.config.out_hidden_size), self.dtype)
         if tokens not in self._warm:
             self.model.encoder_cudagraph_warmup(pixels, inputs.buffers, output)
@@ -393,3 +389,10 @@ class EncoderCudaGraphManager:
         self._pool = self._stream = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _fill_without_segments(buffers: Mapping[str, torch.Tensor], rows: int) -> None:
+    """All `rows` in use, and every segment empty."""
+    for name, value in (("cu_seqlens", 0), ("sequence_lengths", 0), ("num_patches", rows)):
+        if name in buffers:
+            buffers[name].fill_(value)

@@ -1,30 +1,81 @@
-"""The tower's elementwise work: plain PyTorch here, fused kernels in `kernels.py` with the same methods."""
+"""What a tower does besides attention: plain PyTorch here; fused kernels in `kernels.py` and, for Hopper GPUs, linear
+layers in `linear_sm90.py` with the same methods."""
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from encoder.attention import HOPPER_HEAD_DIMS, has_triton, runs_hopper_kernels
 from encoder.preprocess import patchify
+
+logger = logging.getLogger(__name__)
 
 EPS = 1e-6
 
 
 class Ops(Protocol):
+    """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten."""
+
+    linears: str
+    """What runs the linear layers."""
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [out, in] with the same values as the linear layers like it in memory."""
+        ...
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        live: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ weight.T + bias, into `out` if given: x [rows, in], weight [out, in], bias [out]."""
+        ...
+
+    def linear_gelu(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
+    ) -> torch.Tensor:
+        """GELU of x @ weight.T + bias: its tanh form, or the exact one where `approximate` is "none"."""
+        ...
+
     def add_layer_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         """`x += y` in place if `y` is given; returns LayerNorm(x). x, y: [rows, hidden]."""
         ...
 
-    def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotates q and k of qkv [rows, 3, heads, head_dim] in place, in float32. cos, sin: [rows, head_dim / 2]."""
+    def add_linear_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        """`x += y @ weight.T + bias` in place; returns LayerNorm(x). x: [rows, hidden], y: [rows, in]."""
         ...
 
-    def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """GELU (tanh form) of x @ weight.T + bias."""
+    def linear_rotary(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        """qkv [rows, 3, heads, head_dim] of x @ weight.T + bias, with q and k rotated in float32.
+
+        cos, sin: float32 [rows, head_dim / 2].
+        """
         ...
 
     def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
@@ -33,6 +84,26 @@ class Ops(Protocol):
 
 
 class TorchOps:
+    linears = "torch"
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        live: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias) if out is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def linear_gelu(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
+    ) -> torch.Tensor:
+        return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
     def add_layer_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
@@ -40,14 +111,54 @@ class TorchOps:
             x.add_(y)
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
+    def add_linear_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.add_layer_norm(x, self.linear(y, weight, bias, live), norm_weight, norm_bias)
+
+    def linear_rotary(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        qkv = self.linear(x, weight, bias, live).view(len(x), 3, -1, 2 * cos.shape[1])
+        self.rotary_(qkv, cos, sin)
+        return qkv
+
     def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotates q and k of qkv [rows, 3, heads, head_dim] in place."""
         qk = qkv[:, :2].float()
         first, second = qk.chunk(2, dim=-1)
         cos, sin = cos[:, None, None], sin[:, None, None]
         qkv[:, :2].copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
-    def linear_gelu(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
     def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
         out.copy_(patchify(frames, mean, std))
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
+    """The fastest implementation that runs on `device` with `dtype`."""
+    if runs_hopper_kernels(device, dtype) and head_dim in HOPPER_HEAD_DIMS:
+        from encoder.linear_sm90 import HopperOps
+
+        try:
+            return HopperOps(dtype, device, head_dim)
+        except RuntimeError as error:
+            # A driver or run-time compiler that does not take the kernels is no reason not to serve.
+            logger.warning("the Hopper linear layers cannot be used: %s", error)
+    if has_triton(device):
+        from encoder.kernels import TritonOps
+
+        return TritonOps()
+    return TorchOps()

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from encoder.attention import choose_attention, has_triton
+from encoder.attention import choose_attention
 from encoder.config import VisionConfig
 from encoder.defs import (
     EncoderCudaGraphCaptureInputs,
@@ -26,7 +25,7 @@ from encoder.defs import (
 )
 from encoder.frames import MERGE, PATCH, TEMPORAL
 from encoder.graph import StaticBuffers
-from encoder.ops import EPS, Ops, TorchOps
+from encoder.ops import EPS, Ops, choose_ops
 
 _VIDEO_CUDAGRAPH_T_CAPTURE = 8
 _INPUT_KEYS: dict[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -66,9 +65,9 @@ class _Merger(_Mlp):
         self.post_shuffle = post_shuffle
         self.norm = nn.LayerNorm(merged if post_shuffle else config.hidden_size, eps=EPS)
 
-    def forward(self, normed: torch.Tensor, out: torch.Tensor) -> None:
-        hidden = F.gelu(F.linear(normed, self.linear_fc1.weight, self.linear_fc1.bias))
-        torch.addmm(self.linear_fc2.bias, hidden, self.linear_fc2.weight.t(), out=out)
+    def forward(self, normed: torch.Tensor, out: torch.Tensor, ops: Ops, live: torch.Tensor) -> None:
+        hidden = ops.linear_gelu(normed, self.linear_fc1.weight, self.linear_fc1.bias, live, approximate="none")
+        ops.linear(hidden, self.linear_fc2.weight, self.linear_fc2.bias, live, out=out)
 
 
 class Qwen3VLVisionEncoder(nn.Module):
@@ -120,11 +119,10 @@ class Qwen3VLVisionEncoder(nn.Module):
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         self.device, self.dtype = device, dtype
         self.attention = choose_attention(device, dtype, self.config.head_dim)
-        self.ops: Ops = TorchOps()
-        if has_triton(device):
-            from encoder.kernels import TritonOps
-
-            self.ops = TritonOps()
+        self.ops = choose_ops(device, dtype, self.config.head_dim)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data = self.ops.lay_out(module.weight.data)
         self._positions.clear()
         return self
 
@@ -142,6 +140,7 @@ class Qwen3VLVisionEncoder(nn.Module):
                 "cu_seqlens",
                 "max_seqlen",
                 "sequence_lengths",
+                "num_patches",
             ),
             out_hidden_size=self.config.width,
         )
@@ -190,6 +189,7 @@ class Qwen3VLVisionEncoder(nn.Module):
             "cu_seqlens": static.take(f"cu_seqlens.{modality}", (max_num_seqs + 1,), torch.int32),
             "max_seqlen": torch.tensor(rows, dtype=torch.int32),
             "sequence_lengths": static.take(f"sequence_lengths.{modality}", (max_num_seqs,), torch.int32),
+            "num_patches": static.take("num_patches", (1,), torch.int32),
         }
         pixels = static.take("pixels", (rows, 3 * TEMPORAL * PATCH**2), dtype)
         return EncoderCudaGraphCaptureInputs({_INPUT_KEYS[modality]: pixels}, buffers, max_num_seqs)
@@ -220,7 +220,7 @@ class Qwen3VLVisionEncoder(nn.Module):
         # The blocks are alike, and so are the deepstack mergers: one of each runs every kernel.
         x = self._forward(input_buffer, buffers, output, depth=1)
         if self.deepstack_merger_list:
-            self._merge_level(x, 0, output)
+            self._merge_level(x, 0, output, buffers["num_patches"] // MERGE**2)
 
     def encoder_cudagraph_forward(
         self,
@@ -244,34 +244,40 @@ class Qwen3VLVisionEncoder(nn.Module):
         rows = len(input_buffer)
         plan = attention.plan(buffers["cu_seqlens"], int(buffers["max_seqlen"]) if attention.capturable else 0, rows)
         cos, sin = buffers["rotary_pos_emb_cos"], buffers["rotary_pos_emb_sin"]
+        live = buffers["num_patches"]
+        live_tokens = live // MERGE**2
         embed: Any = self.patch_embed["proj"]
-        x = F.linear(input_buffer, embed.weight.view(config.hidden_size, -1), embed.bias).add_(buffers["pos_embeds"])
+        x = ops.linear(input_buffer, embed.weight.view(config.hidden_size, -1), embed.bias, live)
         blocks: list[Any] = list(self.blocks)
-        normed = ops.add_layer_norm(x, None, blocks[0].norm1.weight, blocks[0].norm1.bias)
+        normed = ops.add_layer_norm(x, buffers["pos_embeds"], blocks[0].norm1.weight, blocks[0].norm1.bias)
         for index, block in enumerate(blocks[:depth]):
             if stop is not None and stop():
                 raise Stopped
-            qkv = F.linear(normed, block.attn["qkv"].weight, block.attn["qkv"].bias)
-            qkv = qkv.view(rows, 3, config.num_heads, config.head_dim)
-            ops.rotary_(qkv, cos, sin)
+            qkv_layer, proj, fc1, fc2 = (
+                block.attn["qkv"],
+                block.attn["proj"],
+                block.mlp.linear_fc1,
+                block.mlp.linear_fc2,
+            )
+            qkv = ops.linear_rotary(normed, qkv_layer.weight, qkv_layer.bias, cos, sin, live)
             attended = attention(qkv, plan)
-            attended = F.linear(attended, block.attn["proj"].weight, block.attn["proj"].bias)
-            normed = ops.add_layer_norm(x, attended, block.norm2.weight, block.norm2.bias)
-            hidden = ops.linear_gelu(normed, block.mlp.linear_fc1.weight, block.mlp.linear_fc1.bias)
-            hidden = F.linear(hidden, block.mlp.linear_fc2.weight, block.mlp.linear_fc2.bias)
+            normed = ops.add_linear_norm(
+                x, attended, proj.weight, proj.bias, block.norm2.weight, block.norm2.bias, live
+            )
+            hidden = ops.linear_gelu(normed, fc1.weight, fc1.bias, live)
             # The norm that reads this block's result next: the following block's, or the merger's.
             norm: Any = blocks[index + 1].norm1 if index + 1 < depth else self.merger.norm
-            normed = ops.add_layer_norm(x, hidden, norm.weight, norm.bias)
+            normed = ops.add_linear_norm(x, hidden, fc2.weight, fc2.bias, norm.weight, norm.bias, live)
             if index in config.deepstack_visual_indexes:
-                self._merge_level(x, config.deepstack_visual_indexes.index(index), output)
-        self.merger(normed.view(rows // MERGE**2, -1), output[:, : config.out_hidden_size])
+                self._merge_level(x, config.deepstack_visual_indexes.index(index), output, live_tokens)
+        self.merger(normed.view(rows // MERGE**2, -1), output[:, : config.out_hidden_size], ops, live_tokens)
         return x
 
-    def _merge_level(self, x: torch.Tensor, level: int, output: torch.Tensor) -> None:
+    def _merge_level(self, x: torch.Tensor, level: int, output: torch.Tensor, live_tokens: torch.Tensor) -> None:
         merger: Any = self.deepstack_merger_list[level]
         normed = self.ops.add_layer_norm(x.view(len(output), -1), None, merger.norm.weight, merger.norm.bias)
         width = self.config.out_hidden_size
-        merger(normed, output[:, (level + 1) * width : (level + 2) * width])
+        merger(normed, output[:, (level + 1) * width : (level + 2) * width], self.ops, live_tokens)
 
     def encoder_eager_forward(self, mm_kwargs: MmKwargs, stop: Stop | None = None) -> torch.Tensor:
         grids = self._grids(mm_kwargs)
@@ -302,7 +308,7 @@ class Qwen3VLVisionEncoder(nn.Module):
     def _metadata(self, grids: Sequence[Grid], max_num_seqs: int, max_seqlen: int) -> dict[str, torch.Tensor]:
         """Buffers for these items, on the device."""
         buffers = self._host_metadata(grids, max_num_seqs, max_seqlen)
-        for name in ("cu_seqlens", "sequence_lengths"):
+        for name in ("cu_seqlens", "sequence_lengths", "num_patches"):
             buffers[name] = buffers[name].to(self.device, non_blocking=True)
         return buffers
 
@@ -315,15 +321,16 @@ class Qwen3VLVisionEncoder(nn.Module):
             bounds.append(bounds[-1] + length)
         bounds += bounds[-1:] * (max_num_seqs - len(lengths))
         pos, cos, sin = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*tables, strict=True))
-        # One allocation for both integer buffers: pinned memory is dear to ask for.
-        integers = self._int32([*bounds, *lengths, *[0] * (max_num_seqs - len(lengths))])
+        # One allocation for the integer buffers: pinned memory is dear to ask for.
+        integers = self._int32([*bounds, *lengths, *[0] * (max_num_seqs - len(lengths)), sum(lengths)])
         return {
             "pos_embeds": pos,
             "rotary_pos_emb_cos": cos,
             "rotary_pos_emb_sin": sin,
             "cu_seqlens": integers[: max_num_seqs + 1],
             "max_seqlen": _scalar(max_seqlen),
-            "sequence_lengths": integers[max_num_seqs + 1 :],
+            "sequence_lengths": integers[max_num_seqs + 1 : -1],
+            "num_patches": integers[-1:],
         }
 
     def _int32(self, values: list[int]) -> torch.Tensor:

@@ -67,7 +67,7 @@ class EncoderRunner:
         self.dtype = str(encoder.dtype).removeprefix("torch.")
         self.device = str(encoder.device)
         self.backend = manager.backend
-        self.attention = encoder.attention.name
+        self.attention, self.linears = encoder.attention.name, encoder.ops.linears
         self.width, self.main_width = encoder.config.width, encoder.config.out_hidden_size
         self._cuda = encoder.device.type == "cuda"
         self.max_in_flight = 2 if self._cuda else 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from encoder.ops import EPS, Ops, TorchOps
+from encoder.attention import choose_attention, runs_hopper_kernels
+from encoder.linear import TILINGS, LinearTiling
+from encoder.ops import EPS, Ops, TorchOps, choose_ops
 from encoder.preprocess import patchify
 from tests.gpu.conftest import DEVICE, relative_error, worst_row_error
 
@@ -76,15 +80,170 @@ def test_rotary(fused: Ops, heads: int, head_dim: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 60, 196, 1024])
-@pytest.mark.parametrize(("inner", "outer"), [(1152, 4304), (1024, 4096), (144, 272)])
-def test_linear_gelu(fused: Ops, inner: int, outer: int, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 6])
+@pytest.mark.parametrize("rows", [1, 77])
+def test_add_layer_norm_of_parts(rows: int, parts: int, dtype: torch.dtype) -> None:
+    from encoder.kernels import TritonOps
+
+    x, y = randn(rows, 1152, dtype=dtype), randn(parts, rows, 1152, seed=1)
+    weight, bias = randn(1152, dtype=dtype, seed=2), randn(1152, dtype=dtype, seed=3)
+    added = x + y.double().sum(0).to(dtype)
+    expected = F.layer_norm(added.double(), (1152,), weight.double(), bias.double(), EPS)
+    out = TritonOps().add_layer_norm(x, y, weight, bias)
+    # The order of a sum in float32 may decide how it rounds.
+    assert relative_error(x, added) < 1e-4
+    assert worst_row_error(out, expected) < BOUNDS[dtype]
+
+
+@pytest.fixture(scope="module")
+def all_ops(fused: Ops) -> dict[torch.dtype, list[Ops]]:
+    """What may run a dtype on this device."""
+    return {
+        d: [TorchOps(), fused] + [o for o in [choose_ops(DEVICE, d, 72)] if type(o) is not type(fused)] for d in DTYPES
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_hopper_gpu_gets_the_kernels_written_for_it(dtype: torch.dtype, head_dim: int) -> None:
+    if not runs_hopper_kernels(DEVICE, dtype):
+        pytest.skip("needs a Hopper GPU")
+    assert choose_attention(DEVICE, dtype, head_dim).name == "hopper-varlen"
+    assert choose_ops(DEVICE, dtype, head_dim).linears == "hopper-linear"
+
+
+def live_rows(rows: int) -> torch.Tensor:
+    return torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "live"), [(1, 1), (60, 60), (256, 196), (832, 784), (1024, 1024), (5000, 4100)])
+@pytest.mark.parametrize(("inner", "outer"), [(1152, 3456), (1152, 4304), (4304, 1152), (4608, 4608), (144, 272)])
+def test_linear_layers(
+    all_ops: dict[torch.dtype, list[Ops]], inner: int, outer: int, rows: int, live: int, dtype: torch.dtype
+) -> None:
     x, weight = randn(rows, inner, dtype=dtype), randn(outer, inner, dtype=dtype, seed=1) * inner**-0.5
-    bias = randn(outer, dtype=dtype, seed=2)
-    expected = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate="tanh")
-    bound = {torch.bfloat16: 5e-3, torch.float16: 8e-4, torch.float32: 5e-4}[dtype]
-    for ops in (fused, TorchOps()):
-        assert relative_error(ops.linear_gelu(x, weight, bias), expected) < bound
+    bias, used = randn(outer, dtype=dtype, seed=2), live_rows(live)
+    # What is past the live rows must not reach them.
+    x[live:] = float("nan")
+    product = F.linear(x[:live].double(), weight.double(), bias.double())
+    wide = torch.full((rows, 3 * outer), float("nan"), dtype=dtype, device=DEVICE)
+    bound = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 5e-4}[dtype]
+    for ops in all_ops[dtype]:
+        laid = ops.lay_out(weight)
+        assert torch.equal(laid, weight)
+        assert worst_row_error(ops.linear(x, laid, bias, used)[:live], product) < bound
+        into = ops.linear(x, laid, bias, used, out=wide[:, outer : 2 * outer])
+        assert into.data_ptr() == wide[:, outer:].data_ptr()
+        assert worst_row_error(wide[:live, outer : 2 * outer], product) < bound
+        assert wide[:, :outer].isnan().all()
+        assert wide[:, 2 * outer :].isnan().all()
+        for approximate in ("none", "tanh"):
+            out = ops.linear_gelu(x, laid, bias, used, approximate=approximate)
+            assert relative_error(out[:live], F.gelu(product, approximate=approximate)) < 2 * bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "live"), [(1, 1), (64, 64), (256, 196), (832, 784), (5000, 4100)])
+@pytest.mark.parametrize("inner", [1152, 4304])
+def test_add_linear_norm(
+    all_ops: dict[torch.dtype, list[Ops]], inner: int, rows: int, live: int, dtype: torch.dtype
+) -> None:
+    cols = 1152
+    y, weight = randn(rows, inner, dtype=dtype), randn(cols, inner, dtype=dtype, seed=1) * inner**-0.5
+    bias, norm_weight, norm_bias = (randn(cols, dtype=dtype, seed=s) for s in (2, 3, 4))
+    added = randn(rows, cols, dtype=dtype, seed=5)
+    y[live:] = float("nan")
+    expected = added[:live].double() + F.linear(y[:live].double(), weight.double(), bias.double())
+    normed = F.layer_norm(expected, (cols,), norm_weight.double(), norm_bias.double(), EPS)
+    bound = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 5e-4}[dtype]
+    for ops in all_ops[dtype]:
+        x = added.clone()
+        out = ops.add_linear_norm(x, y, ops.lay_out(weight), bias, norm_weight, norm_bias, live_rows(live))
+        assert worst_row_error(x[:live], expected) < bound
+        assert worst_row_error(out[:live], normed) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_of_the_hopper_linear_layers(tiling: LinearTiling, splits: int, dtype: torch.dtype) -> None:
+    if not runs_hopper_kernels(DEVICE, dtype):
+        pytest.skip("needs a Hopper GPU")
+    from encoder.linear_sm90 import Epilogue, HopperOps
+
+    ops, tiling = HopperOps(dtype, DEVICE, 72), replace(tiling, splits=splits)
+    bound = {torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    for inner, outer in ((1152, 4304), (4304, 1160), *(((72, 8),) if splits == 1 else ())):
+        weight, bias = randn(outer, inner, dtype=dtype, seed=1) * inner**-0.5, randn(outer, dtype=dtype, seed=2)
+        # One tile, and so many that every block takes several.
+        for rows, live in ((300, 0), (1, 1), (777, 700), (9000, 8999)):
+            x = randn(rows, inner, dtype=dtype)
+            x[live:] = float("nan")
+            expected = F.linear(x[:live].double(), weight.double(), bias.double())
+            for epilogue in Epilogue:
+                if (epilogue == Epilogue.PARTIAL) != (splits > 1) or epilogue == Epilogue.ROTARY:
+                    continue
+                # Three times, as each launch starts while the one before it drains.
+                for _ in range(3):
+                    out = ops.run(x, weight, bias, live_rows(live), epilogue, tiling=tiling)
+                if epilogue == Epilogue.PARTIAL:
+                    assert live == 0 or relative_error(out.double().sum(0)[:live], expected) < 1e-5
+                elif epilogue == Epilogue.NONE:
+                    assert live == 0 or relative_error(out[:live], expected) < bound
+                else:
+                    form = "tanh" if epilogue == Epilogue.GELU_TANH else "none"
+                    assert live == 0 or relative_error(out[:live], F.gelu(expected, approximate=form)) < bound
+
+
+def rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """qkv [rows, 3, heads, head_dim] with q and k rotated, in float64."""
+    qk, c, s = qkv[:, :2].double(), cos.double()[:, None, None], sin.double()[:, None, None]
+    first, second = qk.chunk(2, dim=-1)
+    return torch.cat((torch.cat((first * c - second * s, second * c + first * s), dim=-1), qkv[:, 2:].double()), dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "live"), [(1, 1), (60, 60), (256, 196), (832, 784), (5000, 4100)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (12, 80), (2, 72), (1, 64)])
+def test_linear_rotary(fused: Ops, heads: int, head_dim: int, rows: int, live: int, dtype: torch.dtype) -> None:
+    hidden = heads * head_dim
+    x, weight = randn(rows, hidden, dtype=dtype), randn(3 * hidden, hidden, dtype=dtype, seed=1) * hidden**-0.5
+    bias, angles = randn(3 * hidden, dtype=dtype, seed=2), randn(rows, head_dim // 2, seed=3) * 20
+    x[live:], angles[live:] = float("nan"), float("nan")
+    cos, sin = angles.cos(), angles.sin()
+    qkv = F.linear(x[:live].double(), weight.double(), bias.double()).view(live, 3, heads, head_dim)
+    expected = rotated(qkv, cos[:live], sin[:live])
+    bound = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-4}[dtype]
+    for ops in (TorchOps(), fused, choose_ops(DEVICE, dtype, head_dim)):
+        out = ops.linear_rotary(x, ops.lay_out(weight), bias, cos, sin, live_rows(live))
+        assert out.shape == (rows, 3, heads, head_dim)
+        for part in range(3):
+            assert worst_row_error(out[:live, part].flatten(1), expected[:, part].flatten(1)) < bound
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_of_the_hopper_rotary_layer(tiling: LinearTiling, head_dim: int) -> None:
+    dtype = torch.bfloat16
+    if not runs_hopper_kernels(DEVICE, dtype):
+        pytest.skip("needs a Hopper GPU")
+    if tiling.block_n % head_dim:
+        pytest.skip("a tile holds no whole number of heads")
+    from encoder.linear_sm90 import Epilogue, HopperOps
+
+    ops = HopperOps(dtype, DEVICE, head_dim)
+    # The last tile of columns may be partial, and may hold keys and values both.
+    for heads, rows, live in ((16, 300, 300), (5, 777, 700), (16, 9000, 8999), (1, 1, 1)):
+        outer = 3 * heads * head_dim
+        x, weight = randn(rows, 1152, dtype=dtype), randn(outer, 1152, dtype=dtype, seed=1) / 34
+        bias, angles = randn(outer, dtype=dtype, seed=2), randn(rows, head_dim // 2, seed=3) * 20
+        cos, sin = angles.cos(), angles.sin()
+        qkv = F.linear(x[:live].double(), weight.double(), bias.double()).view(live, 3, heads, head_dim)
+        for _ in range(3):
+            out = ops.run(x, weight, bias, live_rows(live), Epilogue.ROTARY, tiling=tiling, rotary=(cos, sin))
+        expected = rotated(qkv, cos[:live], sin[:live]).flatten(1)
+        assert worst_row_error(out[:live], expected) < 3e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,6 +64,7 @@ def pools(handle: Handle) -> Pools:
 REPLICA = ReplicaState(
     backend="cpu-static",
     attention="sdpa",
+    linears="torch",
     device="cpu",
     dtype="float32",
     width=4,

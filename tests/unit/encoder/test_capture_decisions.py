@@ -73,7 +73,9 @@ def test_every_budget_gets_a_cost(budgets: set[int], data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     ("rows", "num_seqs", "tiling"),
     [
-        (256, 16, Tiling(64, 1)),
+        (64, 16, Tiling(64, 1)),
+        (256, 16, Tiling(256, 1, 1)),
+        (512, 16, Tiling(64, 2)),
         (1024, 16, Tiling(112, 2)),
         (4096, 16, Tiling(128, 3)),
         (4096, 1, Tiling(128, 3)),

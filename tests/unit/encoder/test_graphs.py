@@ -97,6 +97,7 @@ class TestBuffers:
                     "rotary_pos_emb_sin": ((budget * 4, 36), torch.float32),
                     "cu_seqlens": ((seqs + 1,), torch.int32),
                     "sequence_lengths": ((seqs,), torch.int32),
+                    "num_patches": ((1,), torch.int32),
                     "max_seqlen": ((), torch.int32),
                 }
                 assert set(graph.buffers) == set(manager.config.buffer_keys)
@@ -184,7 +185,7 @@ class TestReplay:
         clean = manager.execute(batch)
         for graphs in manager.budget_graphs.values():
             for graph in graphs.values():
-                assert poison(graph, integer) == 8
+                assert poison(graph, integer) == 9
         poisoned = manager.execute(batch)
         for before, after in zip(clean, poisoned, strict=True):
             assert not after.isnan().any()

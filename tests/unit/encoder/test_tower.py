@@ -87,6 +87,7 @@ def test_implements_the_protocol(tiny: Qwen3VLVisionEncoder) -> None:
         "cu_seqlens",
         "max_seqlen",
         "sequence_lengths",
+        "num_patches",
     )
     assert config.out_hidden_size == 96 * 4
     assert tiny.config.head_dim == 72

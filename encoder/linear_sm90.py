@@ -1,0 +1,201 @@
+"""Compiles and launches `linear_sm90.cu`, the linear layers of Hopper GPUs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from encoder import sm90
+from encoder.kernels import TritonOps
+from encoder.linear import STEP, TILINGS, LinearTiling, choose_linear_tiling, choose_rotary_tiling
+
+# A warp's 16 rows of 64 columns on their way out, padded.
+_OUT_BYTES = 16 * 144
+
+
+class Epilogue(IntEnum):
+    """What is done to a tile before it is written; the numbers are those of `linear_sm90.cu`."""
+
+    NONE = 0
+    GELU_TANH = 1
+    GELU_ERF = 2
+    PARTIAL = 3
+    ROTARY = 4
+
+
+def _goes_with(tiling: LinearTiling, epilogue: Epilogue, head_dim: int) -> bool:
+    if epilogue == Epilogue.ROTARY:
+        return tiling.block_n % head_dim == 0
+    return epilogue != Epilogue.PARTIAL or not tiling.pingpong
+
+
+def _compile(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> bytes:
+    code = sm90.source(
+        "linear_sm90",
+        dtype,
+        {
+            "MI": tiling.m64,
+            "BN": tiling.block_n,
+            "CONSUMERS": tiling.consumers,
+            "PINGPONG": int(tiling.pingpong),
+            "CLUSTER": tiling.cluster,
+            "STAGES": tiling.stages,
+            "EPILOGUE": int(epilogue),
+            **({"D": head_dim} if epilogue == Epilogue.ROTARY else {}),
+        },
+        [sm90.mma("mma", tiling.block_n, dtype, a_in_registers=False)],
+    )
+    return sm90.compile_cubin("linear_sm90", code)
+
+
+class HopperOps(TritonOps):
+    """`TritonOps` with linear layers of our own, which skip rows past the live ones and, unlike cuBLAS's, start while
+    the kernel before them drains. bfloat16 or float16.
+
+    Raises:
+        RuntimeError: the kernels cannot be compiled or loaded here.
+    """
+
+    linears = "hopper-linear"
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
+        super().__init__()
+        torch.cuda.current_stream(device)  # makes the CUDA context that the driver calls below need
+        self._dtype, self._head_dim = dtype, head_dim
+        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = functools.cache(self._load)
+        self._map = functools.lru_cache(maxsize=4096)(self._encode_map)
+        kinds = [(t, e) for t in TILINGS for e in Epilogue if _goes_with(t, e, head_dim)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            # Asked for now, so that a compiler that fails does so here and not in a capture.
+            list(pool.map(lambda kind: _compile(dtype, head_dim, *kind), kinds))
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """The same values in rows that start at multiples of 128 bytes: others make every load touch two lines."""
+        rows, cols = weight.shape
+        return _aligned(rows, cols, weight).copy_(weight)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        live: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not _loadable(x, weight):
+            return super().linear(x, weight, bias, live, out)
+        return self.run(x, weight, bias, live, Epilogue.NONE, out)
+
+    def linear_gelu(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
+    ) -> torch.Tensor:
+        if not _loadable(x, weight):
+            return super().linear_gelu(x, weight, bias, live, approximate)
+        return self.run(x, weight, bias, live, Epilogue.GELU_TANH if approximate == "tanh" else Epilogue.GELU_ERF)
+
+    def linear_rotary(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        head_dim = 2 * cos.shape[1]
+        tiling = choose_rotary_tiling(len(x), *weight.shape, head_dim)
+        if tiling is None or head_dim != self._head_dim or not _loadable(x, weight):
+            return super().linear_rotary(x, weight, bias, cos, sin, live)
+        return self.run(x, weight, bias, live, Epilogue.ROTARY, tiling=tiling, rotary=(cos, sin)).view(
+            len(x), 3, -1, head_dim
+        )
+
+    def add_linear_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor,
+        live: torch.Tensor,
+    ) -> torch.Tensor:
+        if _loadable(y, weight):
+            tiling = choose_linear_tiling(*y.shape[:1], *weight.shape, may_split=True)
+            if tiling.splits > 1:
+                added = self.run(y, weight, bias, live, Epilogue.PARTIAL, tiling=tiling)
+                return self.add_layer_norm(x, added, norm_weight, norm_bias)
+        return super().add_linear_norm(x, y, weight, bias, norm_weight, norm_bias, live)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        live: torch.Tensor,
+        epilogue: Epilogue,
+        out: torch.Tensor | None = None,
+        tiling: LinearTiling | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """[rows, out], or float32 [splits, rows, out] of partial sums; every split has at least one step."""
+        (rows, inner), cols = x.shape, len(weight)
+        tiling = tiling or choose_linear_tiling(rows, cols, inner)
+        if epilogue == Epilogue.PARTIAL:
+            out = torch.empty(tiling.splits, rows, cols, dtype=torch.float32, device=x.device)
+        elif out is None:
+            # What comes out of a GELU is read by nothing but the next linear layer.
+            aligned = epilogue in (Epilogue.GELU_TANH, Epilogue.GELU_ERF)
+            out = _aligned(rows, cols, x) if aligned else torch.empty(rows, cols, dtype=x.dtype, device=x.device)
+        tiles = -(-rows // (tiling.block_m * tiling.cluster)) * -(-cols // tiling.block_n) * tiling.splits
+        kernel = self._kernel(tiling, epilogue)
+        kernel.launch(
+            kernel.config(
+                (min(tiles, self._blocks // tiling.cluster) * tiling.cluster, 1),
+                torch.cuda.current_stream(x.device).cuda_stream,
+                tiling.cluster,
+            ),
+            self._map(x.data_ptr(), rows, inner, x.stride(0), tiling.block_m),
+            self._map(weight.data_ptr(), cols, inner, weight.stride(0), tiling.block_n // tiling.cluster),
+            out.data_ptr(),
+            bias.data_ptr(),
+            *(table.data_ptr() for table in rotary or ()),
+            *(() if rotary else (0, 0)),
+            # The keys' heads follow the queries', the values' come last.
+            cols // 3 * 2,
+            live.data_ptr(),
+            rows,
+            cols,
+            out.stride(-2),
+            -(-inner // STEP),
+            tiling.splits,
+        )
+        return out
+
+    def _load(self, tiling: LinearTiling, epilogue: Epilogue) -> sm90.Kernel:
+        return sm90.Kernel(
+            _compile(self._dtype, self._head_dim, tiling, epilogue),
+            "linear",
+            128 * tiling.consumers + (128 if tiling.consumers > 1 else 32),
+            tiling.stages * (tiling.block_m + tiling.block_n) * 2 * STEP + 4 * tiling.consumers * _OUT_BYTES,
+            (None, None, *(sm90.POINTER,) * 4, sm90.INT, sm90.POINTER, *(sm90.INT,) * 5),
+        )
+
+    def _encode_map(self, address: int, rows: int, cols: int, pitch: int, box_rows: int) -> Any:
+        return sm90.tensor_map(address, self._dtype, (cols, rows), (pitch * 2,), (STEP, box_rows), 128)
+
+
+def _aligned(rows: int, cols: int, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised [rows, cols] whose rows start at multiples of 128 bytes."""
+    return torch.empty(rows, -(-cols // STEP) * STEP, dtype=like.dtype, device=like.device)[:, :cols]
+
+
+def _loadable(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, and the result's too."""
+    return x.stride(0) % 8 == 0 and weight.stride(0) % 8 == 0 and len(weight) % 8 == 0 and x.stride(1) == 1

@@ -1,0 +1,154 @@
+"""How linear layers are cut into tiles, and which implementation runs them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encoder import attention, ops
+from encoder.linear import (
+    MAX_SPLITS,
+    STEP,
+    TILINGS,
+    LinearTiling,
+    choose_linear_tiling,
+    choose_rotary_tiling,
+    tiling_cost,
+)
+from encoder.ops import TorchOps, choose_ops
+
+ROWS = st.integers(1, 100_000)
+SIZES = st.integers(1, 700).map(lambda n: 8 * n)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_every_tiling_fits_a_multiprocessor(tiling: LinearTiling) -> None:
+    # What a block may have: 227 KiB of shared memory, of which 3 KiB go to alignment and barriers; boxes of 256 rows.
+    staged = tiling.stages * (tiling.block_m + tiling.block_n) * 2 * STEP
+    assert staged + tiling.consumers * 4 * 16 * 144 <= 224 * 1024
+    assert tiling.block_m <= 256
+    assert tiling.block_n <= 256
+    # A matrix of 16 columns leaves a warp at once, and a block of a cluster loads whole groups of 8 rows of weights.
+    assert tiling.block_n % 16 == 0
+    assert tiling.block_n // tiling.cluster % 8 == 0
+    # Accumulators of a thread, of the 232 registers that a consumer gets.
+    assert tiling.m64 * tiling.block_n // 2 <= 160
+    assert tiling.consumers == 2 or not tiling.pingpong
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "inner", "split", "expected"),
+    [
+        (256, 1152, 1152, True, LinearTiling(1, 96, 1, 8, splits=2)),
+        (256, 4304, 1152, False, LinearTiling(1, 144, 1, 6, cluster=2)),
+        (256, 1152, 4304, True, LinearTiling(1, 144, 1, 6, cluster=2, splits=4)),
+        (512, 1152, 1152, True, LinearTiling(1, 96, 1, 8)),
+        (832, 3456, 1152, False, LinearTiling(1, 192, 2, 5)),
+        (832, 4304, 1152, False, LinearTiling(1, 240, 2, 4)),
+        (3136, 4304, 1152, False, LinearTiling(1, 208, 2, 4)),
+        (3136, 1152, 4304, True, LinearTiling(1, 240, 2, 4)),
+        (4096, 1152, 1152, True, LinearTiling(2, 144, 2, 4)),
+        (4096, 1152, 4304, True, LinearTiling(2, 144, 2, 4)),
+        (6272, 1152, 1152, True, LinearTiling(2, 144, 2, 6, pingpong=True)),
+    ],
+)
+def test_choices_for_the_shapes_of_the_full_tower(
+    rows: int, cols: int, inner: int, split: bool, expected: LinearTiling
+) -> None:
+    assert choose_linear_tiling(rows, cols, inner, split) == expected
+
+
+@given(ROWS, SIZES, SIZES, st.booleans())
+def test_the_choice_is_the_cheapest_and_only_cut_where_that_may_be(
+    rows: int, cols: int, inner: int, may_split: bool
+) -> None:
+    chosen = choose_linear_tiling(rows, cols, inner, may_split)
+    cost = tiling_cost(chosen, rows, cols, inner)
+    assert all(cost <= tiling_cost(t, rows, cols, inner) for t in TILINGS)
+    steps = -(-inner // STEP)
+    assert 1 <= chosen.splits <= (MAX_SPLITS if may_split else 1)
+    assert chosen.splits == 1 or steps // chosen.splits >= 4
+    assert chosen.splits == 1 or not chosen.pingpong
+
+
+@given(st.sampled_from(TILINGS), ROWS, ROWS, SIZES, SIZES, st.booleans())
+def test_more_rows_never_cost_less(tiling: LinearTiling, a: int, b: int, cols: int, inner: int, rotary: bool) -> None:
+    fewer, more = sorted((a, b))
+    assert 0 < tiling_cost(tiling, fewer, cols, inner, rotary) <= tiling_cost(tiling, more, cols, inner, rotary)
+
+
+@given(ROWS, st.integers(1, 32), st.sampled_from([64, 72, 80, 96, 100, 128]))
+def test_a_rotary_tile_is_whole_heads(rows: int, heads: int, head_dim: int) -> None:
+    hidden = heads * head_dim
+    tiling = choose_rotary_tiling(rows, 3 * hidden, hidden, head_dim)
+    if not any(t.block_n % head_dim == 0 for t in TILINGS):
+        assert tiling is None
+    if tiling is not None:
+        assert tiling.block_n % head_dim == 0
+        assert tiling.splits == 1
+
+
+def test_rotation_is_apart_where_whole_heads_cut_badly() -> None:
+    assert choose_rotary_tiling(832, 3456, 1152, 72) is None
+    assert choose_rotary_tiling(3328, 3456, 1152, 72) == LinearTiling(2, 144, 2, 6, pingpong=True)
+
+
+class _Named:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+class Hopper(_Named):
+    pass
+
+
+class Broken(_Named):
+    def __init__(self, *_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+
+class Fused(_Named):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "hopper", "bindings", "triton", "chosen"),
+    [
+        ((9, 0), torch.bfloat16, 72, Hopper, True, True, Hopper),
+        ((9, 0), torch.float16, 64, Hopper, True, True, Hopper),
+        ((9, 0), torch.float32, 72, Hopper, True, True, Fused),
+        ((9, 0), torch.bfloat16, 96, Hopper, True, True, Fused),
+        ((9, 0), torch.bfloat16, 72, Hopper, False, True, Fused),
+        ((9, 0), torch.bfloat16, 72, Broken, True, True, Fused),
+        ((8, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
+        ((10, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
+        ((9, 0), torch.bfloat16, 72, Hopper, True, False, TorchOps),
+    ],
+)
+def test_the_operations_of_a_gpu(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    hopper: type,
+    bindings: bool,
+    triton: bool,
+    chosen: type,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (attention, ops):
+        monkeypatch.setattr(module, "has_triton", lambda device: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(attention, "missing_package", lambda *names: None if bindings else names[0])
+    monkeypatch.setitem(sys.modules, "encoder.linear_sm90", SimpleNamespace(HopperOps=hopper))
+    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonOps=Fused))
+    assert type(choose_ops(torch.device("cuda"), dtype, head_dim)) is chosen
+
+
+def test_the_operations_of_a_cpu() -> None:
+    assert type(choose_ops(torch.device("cpu"), torch.bfloat16, 72)) is TorchOps
