@@ -282,7 +282,7 @@ def build_encoder(
     dtype: torch.dtype,
     t_capture: int = 8,
 ) -> Qwen3VLVisionEncoder:
-    """Our tower over the weights in `state`, which it shares if they are of that device and dtype."""
+    """Our tower over the weights in `state`, which it shares where they are of that device, dtype and layout."""
     with torch.device("meta"):
         encoder = Qwen3VLVisionEncoder(VisionConfig.from_dict(vision_config), t_capture=t_capture)
     encoder.load_state_dict(state, assign=True)
@@ -699,13 +699,13 @@ class Benchmark:
     def graphs(self) -> None:
         """The rows of graphs that are made for one batch, ours last."""
         ours, own, device = self.ours.attention, self.ours.ops, self.device
-        # Fused elementwise kernels around the library's linear layers.
         ops: Ops = TorchOps()
         flash: Attention = FlashVarlen() if self.clock.cuda else SegmentSdpa()
         self.graph(f"plain graph, exact shape, {flash.name}", flash, ops)
         if has_triton(device):
             from encoder.kernels import TritonOps
 
+            # Fused elementwise kernels around the library's linear layers.
             ops = TritonOps()
         exact = "fused graph, exact shape"
         if self.clock.cuda:

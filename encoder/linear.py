@@ -1,9 +1,10 @@
-"""How the linear layers of Hopper GPUs are cut into tiles: a model of what each tiling costs, and the choice by it."""
+"""How the linear layers of Hopper GPUs are cut into tiles: the tilings, a model of their cost, and the choice by it."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 STEP = 64
 """Columns of the contraction that one stage of `linear_sm90` holds."""
@@ -16,7 +17,7 @@ _STEP_ALONE = 200
 _EPILOGUE = 0.046
 _TILE = 1780
 _LAUNCH = 3650
-# A rotary epilogue, for every 64 rows and consumer; and a rotary pass of its own, in all and for every value.
+# A rotary epilogue, for every 64 rows of a tile; and a rotary pass of its own, in all and for every value.
 _ROTATE = 1150
 _ROTARY_LAUNCH = 5400
 _ROTARY_VALUE = 0.0026
@@ -24,6 +25,16 @@ _ROTARY_VALUE = 0.0026
 _SAVING = 0.95
 # Partial sums are float32, and the kernel behind reads them all.
 _PARTIAL_BYTES_PER_CLOCK = 132 * 14
+
+
+class Epilogue(IntEnum):
+    """What is done to a tile before it is written; the numbers are those of `linear_sm90.cu`."""
+
+    NONE = 0
+    GELU_TANH = 1
+    GELU_ERF = 2
+    PARTIAL = 3
+    ROTARY = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,17 @@ class LinearTiling:
     def block_m(self) -> int:
         return 64 * self.m64 * (1 if self.pingpong else self.consumers)
 
+    def goes_with(self, epilogue: Epilogue, head_dim: int) -> bool:
+        """Whether a tile can be finished so: rotation needs whole heads, and what takes turns is not worth cutting."""
+        if epilogue == Epilogue.ROTARY:
+            return self.block_n % head_dim == 0
+        return epilogue != Epilogue.PARTIAL or not self.pingpong
+
+    def grid(self, rows: int, cols: int, multiprocessors: int) -> int:
+        """Blocks of a launch: whole clusters, no more than there are tiles or multiprocessors."""
+        tiles = -(-rows // (self.block_m * self.cluster)) * -(-cols // self.block_n) * self.splits
+        return min(tiles, multiprocessors // self.cluster) * self.cluster
+
 
 TILINGS = (
     LinearTiling(1, 64, 1, 8),
@@ -60,9 +82,6 @@ TILINGS = (
     LinearTiling(1, 144, 1, 6),
     LinearTiling(1, 144, 1, 6, cluster=2),
     LinearTiling(1, 96, 2, 6),
-    LinearTiling(1, 128, 2, 6),
-    LinearTiling(1, 144, 2, 6),
-    LinearTiling(1, 160, 2, 5),
     LinearTiling(1, 192, 2, 5),
     LinearTiling(1, 208, 2, 4),
     LinearTiling(1, 240, 2, 4),
@@ -70,8 +89,6 @@ TILINGS = (
     LinearTiling(2, 128, 2, 6, pingpong=True),
     LinearTiling(2, 144, 2, 6, pingpong=True),
     LinearTiling(2, 160, 2, 5, pingpong=True),
-    LinearTiling(2, 144, 2, 6, pingpong=True, cluster=2),
-    LinearTiling(2, 160, 2, 5, pingpong=True, cluster=2),
 )
 MAX_SPLITS = 6
 
@@ -80,7 +97,7 @@ def tiling_cost(tiling: LinearTiling, rows: int, cols: int, inner: int, rotary: 
     """Modelled clock cycles of [rows, inner] x [cols, inner]^T on 132 multiprocessors.
 
     Tiles run in waves. A step takes as long as its products or, if that is longer, its loads. Where consumers take
-    turns, what a tile does besides is hidden, but for the last.
+    turns, one writes its tile out while the other multiplies; of a rotation the last tile's still shows.
     """
     row_tiles = -(-rows // (tiling.block_m * tiling.cluster)) * tiling.cluster
     waves = -(-row_tiles * -(-cols // tiling.block_n) * tiling.splits // _BLOCKS)
@@ -99,7 +116,10 @@ def choose_linear_tiling(rows: int, cols: int, inner: int, may_split: bool = Fal
     """The cheapest of `TILINGS` by `tiling_cost`, cut into parts of at least four steps where that may be done."""
     parts = min(MAX_SPLITS, -(-inner // STEP) // 4) if may_split else 1
     candidates = [
-        replace(t, splits=s) for t in TILINGS for s in range(1, max(parts, 1) + 1) if s == 1 or not t.pingpong
+        replace(t, splits=s)
+        for t in TILINGS
+        for s in range(1, max(parts, 1) + 1)
+        if s == 1 or t.goes_with(Epilogue.PARTIAL, 0)
     ]
     return min(candidates, key=lambda t: tiling_cost(t, rows, cols, inner))
 
@@ -108,10 +128,20 @@ def choose_linear_tiling(rows: int, cols: int, inner: int, may_split: bool = Fal
 def choose_rotary_tiling(rows: int, cols: int, inner: int, head_dim: int) -> LinearTiling | None:
     """The cheapest of `TILINGS` whose columns are whole heads, for q, k and v of which q and k are rotated on the way
     out; None where another one and a rotary pass of its own are cheaper, or there is none."""
-    candidates = [t for t in TILINGS if t.block_n % head_dim == 0]
+    candidates = [t for t in TILINGS if t.goes_with(Epilogue.ROTARY, head_dim)]
     if not candidates:
         return None
     best = min(candidates, key=lambda t: tiling_cost(t, rows, cols, inner, rotary=True))
     apart = tiling_cost(choose_linear_tiling(rows, cols, inner), rows, cols, inner)
     apart += _ROTARY_LAUNCH + _ROTARY_VALUE * rows * (cols // 3 * 2)
     return best if tiling_cost(best, rows, cols, inner, rotary=True) < _SAVING * apart else None
+
+
+def loadable(address: int, pitch: int) -> bool:
+    """Whether rows of 16-bit elements at `address`, `pitch` elements apart, start at multiples of 16 bytes."""
+    return address % 16 == 0 and pitch % 8 == 0
+
+
+def aligned_pitch(cols: int) -> int:
+    """The least pitch of 16-bit elements whose rows start at multiples of 128 bytes."""
+    return -(-cols // STEP) * STEP

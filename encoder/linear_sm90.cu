@@ -125,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
   let_successor_start();
 
+  // Read before the kernel in front is done, as the first weights are: that one must not be what writes them.
   const int live_rows = min(rows, live[0]);
   const int row_groups = (live_rows + BM * CLUSTER - 1) / (BM * CLUSTER), col_tiles = (cols + BN - 1) / BN;
   const int tiles = row_groups * col_tiles * splits, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         TILE_OF(tile)
         int k = 0;
         if (!waited) {
-          // The weights do not depend on the kernel before: they are on their way while it ends.
+          // The first weights are on their way while the kernel in front ends.
           const int early = min(steps, STAGES);
           for (int i = 0; i < early; ++i) {
             barrier_expect(full + 8 * i, STAGE_BYTES);

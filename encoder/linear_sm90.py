@@ -5,33 +5,26 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from enum import IntEnum
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from encoder import sm90
 from encoder.kernels import TritonOps
-from encoder.linear import STEP, TILINGS, LinearTiling, choose_linear_tiling, choose_rotary_tiling
+from encoder.linear import (
+    STEP,
+    TILINGS,
+    Epilogue,
+    LinearTiling,
+    aligned_pitch,
+    choose_linear_tiling,
+    choose_rotary_tiling,
+    loadable,
+)
 
 # A warp's 16 rows of 64 columns on their way out, padded.
 _OUT_BYTES = 16 * 144
-
-
-class Epilogue(IntEnum):
-    """What is done to a tile before it is written; the numbers are those of `linear_sm90.cu`."""
-
-    NONE = 0
-    GELU_TANH = 1
-    GELU_ERF = 2
-    PARTIAL = 3
-    ROTARY = 4
-
-
-def _goes_with(tiling: LinearTiling, epilogue: Epilogue, head_dim: int) -> bool:
-    if epilogue == Epilogue.ROTARY:
-        return tiling.block_n % head_dim == 0
-    return epilogue != Epilogue.PARTIAL or not tiling.pingpong
 
 
 def _compile(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> bytes:
@@ -65,18 +58,22 @@ class HopperOps(TritonOps):
 
     def __init__(self, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
         super().__init__()
-        torch.cuda.current_stream(device)  # makes the CUDA context that the driver calls below need
+        torch.cuda.current_stream(device)  # makes the CUDA context that loading needs
         self._dtype, self._head_dim = dtype, head_dim
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self._kernel = functools.cache(self._load)
         self._map = functools.lru_cache(maxsize=4096)(self._encode_map)
-        kinds = [(t, e) for t in TILINGS for e in Epilogue if _goes_with(t, e, head_dim)]
+        kinds = [(t, e) for t in TILINGS for e in Epilogue if t.goes_with(e, head_dim)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            # Asked for now, so that a compiler that fails does so here and not in a capture.
             list(pool.map(lambda kind: _compile(dtype, head_dim, *kind), kinds))
+        for kind in kinds:
+            # Now, so that what cannot be loaded fails here and not in a capture.
+            self._kernel(*kind)
 
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """The same values in rows that start at multiples of 128 bytes: others make every load touch two lines."""
+        if weight.stride(0) % STEP == 0:
+            return weight
         rows, cols = weight.shape
         return _aligned(rows, cols, weight).copy_(weight)
 
@@ -88,14 +85,14 @@ class HopperOps(TritonOps):
         live: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not _loadable(x, weight):
+        if not _takes(x, weight, out):
             return super().linear(x, weight, bias, live, out)
         return self.run(x, weight, bias, live, Epilogue.NONE, out)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
     ) -> torch.Tensor:
-        if not _loadable(x, weight):
+        if not _takes(x, weight):
             return super().linear_gelu(x, weight, bias, live, approximate)
         return self.run(x, weight, bias, live, Epilogue.GELU_TANH if approximate == "tanh" else Epilogue.GELU_ERF)
 
@@ -110,7 +107,7 @@ class HopperOps(TritonOps):
     ) -> torch.Tensor:
         head_dim = 2 * cos.shape[1]
         tiling = choose_rotary_tiling(len(x), *weight.shape, head_dim)
-        if tiling is None or head_dim != self._head_dim or not _loadable(x, weight):
+        if tiling is None or head_dim != self._head_dim or not _takes(x, weight):
             return super().linear_rotary(x, weight, bias, cos, sin, live)
         return self.run(x, weight, bias, live, Epilogue.ROTARY, tiling=tiling, rotary=(cos, sin)).view(
             len(x), 3, -1, head_dim
@@ -126,7 +123,7 @@ class HopperOps(TritonOps):
         norm_bias: torch.Tensor,
         live: torch.Tensor,
     ) -> torch.Tensor:
-        if _loadable(y, weight):
+        if _takes(y, weight):
             tiling = choose_linear_tiling(*y.shape[:1], *weight.shape, may_split=True)
             if tiling.splits > 1:
                 added = self.run(y, weight, bias, live, Epilogue.PARTIAL, tiling=tiling)
@@ -144,7 +141,12 @@ class HopperOps(TritonOps):
         tiling: LinearTiling | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[rows, out], or float32 [splits, rows, out] of partial sums; every split has at least one step."""
+        """[rows, out], or float32 [splits, rows, out] of partial sums.
+
+        Args:
+            tiling: with no more splits than the contraction has steps.
+            rotary: cos and sin, for that epilogue.
+        """
         (rows, inner), cols = x.shape, len(weight)
         tiling = tiling or choose_linear_tiling(rows, cols, inner)
         if epilogue == Epilogue.PARTIAL:
@@ -153,11 +155,10 @@ class HopperOps(TritonOps):
             # What comes out of a GELU is read by nothing but the next linear layer.
             aligned = epilogue in (Epilogue.GELU_TANH, Epilogue.GELU_ERF)
             out = _aligned(rows, cols, x) if aligned else torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-        tiles = -(-rows // (tiling.block_m * tiling.cluster)) * -(-cols // tiling.block_n) * tiling.splits
-        kernel = self._kernel(tiling, epilogue)
+        kernel = self._kernel(replace(tiling, splits=1), epilogue)
         kernel.launch(
             kernel.config(
-                (min(tiles, self._blocks // tiling.cluster) * tiling.cluster, 1),
+                (tiling.grid(rows, cols, self._blocks), 1),
                 torch.cuda.current_stream(x.device).cuda_stream,
                 tiling.cluster,
             ),
@@ -193,9 +194,10 @@ class HopperOps(TritonOps):
 
 def _aligned(rows: int, cols: int, like: torch.Tensor) -> torch.Tensor:
     """Uninitialised [rows, cols] whose rows start at multiples of 128 bytes."""
-    return torch.empty(rows, -(-cols // STEP) * STEP, dtype=like.dtype, device=like.device)[:, :cols]
+    return torch.empty(rows, aligned_pitch(cols), dtype=like.dtype, device=like.device)[:, :cols]
 
 
-def _loadable(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows start at multiples of 16 bytes, and the result's too."""
-    return x.stride(0) % 8 == 0 and weight.stride(0) % 8 == 0 and len(weight) % 8 == 0 and x.stride(1) == 1
+def _takes(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> bool:
+    """Whether the kernel can load these operands and store their product, into `out` if given."""
+    tensors = [x, weight] if out is None else [x, weight, out]
+    return len(weight) % 8 == 0 and all(t.stride(1) == 1 and loadable(t.data_ptr(), t.stride(0)) for t in tensors)

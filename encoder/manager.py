@@ -98,6 +98,8 @@ class EncoderCudaGraphManager:
         started = time.perf_counter()
         if self.device.type == "cuda":
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+            # What loading has left free is no graph's.
+            torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(self.device)[0]
         for budget, modality in sorted(((b, m) for m, bs in self.token_budgets.items() for b in bs), reverse=True):
             try:

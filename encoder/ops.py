@@ -18,7 +18,10 @@ EPS = 1e-6
 
 
 class Ops(Protocol):
-    """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten."""
+    """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten.
+
+    What is launched right before a linear layer must not write its `weight` or its `live`: they may be read early.
+    """
 
     linears: str
     """What runs the linear layers."""

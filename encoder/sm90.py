@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,17 +96,22 @@ def compile_cubin(name: str, code: str) -> bytes:
         return path.read_bytes()
     program = call(nvrtc.nvrtcCreateProgram(code.encode(), f"{name}.cu".encode(), 0, [], []))
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--use_fast_math"]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(error) != 0:
-        log = b" " * call(nvrtc.nvrtcGetProgramLogSize(program))
-        call(nvrtc.nvrtcGetProgramLog(program, log))
-        raise CudaError(log.decode(errors="replace"))
-    cubin = b" " * call(nvrtc.nvrtcGetCUBINSize(program))
-    call(nvrtc.nvrtcGetCUBIN(program, cubin))
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_bytes(cubin)
-    scratch.replace(path)
+    try:
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(error) != 0:
+            log = b" " * call(nvrtc.nvrtcGetProgramLogSize(program))
+            call(nvrtc.nvrtcGetProgramLog(program, log))
+            raise CudaError(log.decode(errors="replace"))
+        cubin = b" " * call(nvrtc.nvrtcGetCUBINSize(program))
+        call(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        call(nvrtc.nvrtcDestroyProgram(program))
+    # A cache that cannot be written costs the next start its time, no more.
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as scratch:
+            scratch.write(cubin)
+        os.replace(scratch.name, path)
     return cubin
 
 

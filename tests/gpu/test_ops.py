@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from encoder.attention import choose_attention, runs_hopper_kernels
-from encoder.linear import TILINGS, LinearTiling
+from encoder.linear import TILINGS, Epilogue, LinearTiling
 from encoder.ops import EPS, Ops, TorchOps, choose_ops
 from encoder.preprocess import patchify
 from tests.gpu.conftest import DEVICE, relative_error, worst_row_error
@@ -132,7 +132,8 @@ def test_linear_layers(
     for ops in all_ops[dtype]:
         laid = ops.lay_out(weight)
         assert torch.equal(laid, weight)
-        assert worst_row_error(ops.linear(x, laid, bias, used)[:live], product) < bound
+        out = ops.linear(x, laid, bias, used)
+        assert worst_row_error(out[:live], product) < bound
         into = ops.linear(x, laid, bias, used, out=wide[:, outer : 2 * outer])
         assert into.data_ptr() == wide[:, outer:].data_ptr()
         assert worst_row_error(wide[:live, outer : 2 * outer], product) < bound
@@ -141,6 +142,32 @@ def test_linear_layers(
         for approximate in ("none", "tanh"):
             out = ops.linear_gelu(x, laid, bias, used, approximate=approximate)
             assert relative_error(out[:live], F.gelu(product, approximate=approximate)) < 2 * bound
+
+
+@pytest.mark.parametrize(("rows", "live"), [(256, 0), (256, 196), (5000, 4100)])
+def test_rows_that_are_not_live_stay_unwritten(rows: int, live: int) -> None:
+    dtype = torch.bfloat16
+    if not runs_hopper_kernels(DEVICE, dtype):
+        pytest.skip("needs a Hopper GPU")
+    x, weight = randn(rows, 1152, dtype=dtype), randn(4608, 1152, dtype=dtype, seed=1) / 34
+    bias = randn(4608, dtype=dtype, seed=2)
+    out = torch.full((rows, 4608), 7.0, dtype=dtype, device=DEVICE)
+    choose_ops(DEVICE, dtype, 72).linear(x, weight, bias, live_rows(live), out=out)
+    assert (out[live:] == 7).all()
+    assert not (out[:live] == 7).all(dim=1).any()
+
+
+@pytest.mark.parametrize(("inner", "outer", "offset"), [(1150, 64, 0), (1152, 50, 0), (1152, 64, 4)])
+def test_what_the_hopper_kernel_cannot_load_or_store(inner: int, outer: int, offset: int) -> None:
+    dtype = torch.bfloat16
+    x, weight = randn(100, inner, dtype=dtype), randn(outer, inner, dtype=dtype, seed=1) * inner**-0.5
+    bias, used = randn(outer, dtype=dtype, seed=2), live_rows(100)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    ops = choose_ops(DEVICE, dtype, 72)
+    # As it is, not laid out.
+    wide = torch.zeros(100, offset + outer, dtype=dtype, device=DEVICE)
+    assert relative_error(ops.linear(x, weight, bias, used, out=wide[:, offset:]), expected) < 3e-3
+    assert relative_error(ops.linear_gelu(x, weight, bias, used), F.gelu(expected, approximate="tanh")) < 5e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,7 +197,9 @@ def test_add_linear_norm(
 def test_every_tiling_of_the_hopper_linear_layers(tiling: LinearTiling, splits: int, dtype: torch.dtype) -> None:
     if not runs_hopper_kernels(DEVICE, dtype):
         pytest.skip("needs a Hopper GPU")
-    from encoder.linear_sm90 import Epilogue, HopperOps
+    if splits > 1 and not tiling.goes_with(Epilogue.PARTIAL, 72):
+        pytest.skip("such tiles are not cut")
+    from encoder.linear_sm90 import HopperOps
 
     ops, tiling = HopperOps(dtype, DEVICE, 72), replace(tiling, splits=splits)
     bound = {torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
@@ -228,9 +257,9 @@ def test_every_tiling_of_the_hopper_rotary_layer(tiling: LinearTiling, head_dim:
     dtype = torch.bfloat16
     if not runs_hopper_kernels(DEVICE, dtype):
         pytest.skip("needs a Hopper GPU")
-    if tiling.block_n % head_dim:
+    if not tiling.goes_with(Epilogue.ROTARY, head_dim):
         pytest.skip("a tile holds no whole number of heads")
-    from encoder.linear_sm90 import Epilogue, HopperOps
+    from encoder.linear_sm90 import HopperOps
 
     ops = HopperOps(dtype, DEVICE, head_dim)
     # The last tile of columns may be partial, and may hold keys and values both.

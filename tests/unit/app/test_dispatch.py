@@ -21,7 +21,7 @@ from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResu
 from encoder.budgets import PackLimits
 
 LIMITS = PackLimits(max_tokens=8, max_items=4, max_seqs=4)
-STATE = ReplicaState("cpu-static", "sdpa", "cpu", "float32", 1, 1, (8,), None, LIMITS)
+STATE = ReplicaState("cpu-static", "sdpa", "torch", "cpu", "float32", 1, 1, (8,), None, LIMITS)
 GOOD = EncodeResult(np.zeros((1, 1), np.float32), "float32", "image", "graph")
 
 

@@ -29,7 +29,7 @@ from deployments.protocol import EncodeCall, EncodeItem, EncodeReply, EncodeResu
 from encoder.budgets import PackLimits
 
 WIDTH = 8
-STATE = ReplicaState("cpu-static", "sdpa", "cpu", "bfloat16", WIDTH, 2, (8,), None, PackLimits(64, 4, 4))
+STATE = ReplicaState("cpu-static", "sdpa", "torch", "cpu", "bfloat16", WIDTH, 2, (8,), None, PackLimits(64, 4, 4))
 
 
 def item(number: int, tokens: int = 1, **options: Any) -> EncodeItem:

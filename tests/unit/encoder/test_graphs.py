@@ -10,6 +10,7 @@ import torch
 from encoder.defs import BudgetGraphMetadata, Modality
 from encoder.graph import StaticBuffers
 from encoder.manager import EncoderCudaGraphManager
+from encoder.ops import TorchOps
 from encoder.qwen3_vl import _VIDEO_CUDAGRAPH_T_CAPTURE, Qwen3VLVisionEncoder
 from tests.unit.encoder.conftest import (
     CPU,
@@ -137,6 +138,7 @@ class TestBuffers:
         manager.execute(batch_of(modality, grids))
         assert graph.buffers["cu_seqlens"].tolist() == bounds
         assert graph.buffers["sequence_lengths"].tolist() == lengths
+        assert graph.buffers["num_patches"].tolist() == [sum(lengths)]
         assert int(graph.buffers["max_seqlen"]) == 64
 
     def test_rotary_and_position_rows(self, manager: EncoderCudaGraphManager, tiny: Qwen3VLVisionEncoder) -> None:
@@ -152,6 +154,37 @@ class TestBuffers:
         frequencies = 10000.0 ** (-torch.arange(0, 36, 2) / 36)
         torch.testing.assert_close(buffers["rotary_pos_emb_sin"][23][:18], (3 * frequencies).sin())
         torch.testing.assert_close(buffers["rotary_pos_emb_sin"][23][18:], (5 * frequencies).sin())
+
+
+class LiveRows(TorchOps):
+    """Notes how many rows of each linear layer are in use, and how many there are."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def linear(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        self.seen.append((int(args[2]), len(x)))
+        return super().linear(x, *args, **options)
+
+    def linear_gelu(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        self.seen.append((int(args[2]), len(x)))
+        return super().linear_gelu(x, *args, **options)
+
+
+def test_linear_layers_are_told_the_rows_in_use(tiny: Qwen3VLVisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = LiveRows()
+    monkeypatch.setattr(tiny, "ops", ops)
+    manager = make_manager(tiny, [16])
+    manager.execute(batch_of("image", [(1, 4, 6), (1, 2, 2)]))
+    # 28 patches are 7 tokens: of 64 rows in the blocks, of 16 in the mergers.
+    mergers = 2 * (1 + len(tiny.config.deepstack_visual_indexes))
+    assert set(ops.seen) == {(28, 64), (7, 16)}
+    assert ops.seen.count((7, 16)) == mergers
+    assert ops.seen.count((28, 64)) == 1 + 4 * tiny.config.depth
+    ops.seen.clear()
+    # A timed eager run of 8 tokens counts all of its rows.
+    manager.time_eager([8])
+    assert set(ops.seen) == {(32, 32), (8, 8)}
 
 
 @pytest.mark.parametrize("modality", MODALITIES)

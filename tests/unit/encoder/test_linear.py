@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,12 @@ from encoder.linear import (
     MAX_SPLITS,
     STEP,
     TILINGS,
+    Epilogue,
     LinearTiling,
+    aligned_pitch,
     choose_linear_tiling,
     choose_rotary_tiling,
+    loadable,
     tiling_cost,
 )
 from encoder.ops import TorchOps, choose_ops
@@ -40,6 +44,37 @@ def test_every_tiling_fits_a_multiprocessor(tiling: LinearTiling) -> None:
     # Accumulators of a thread, of the 232 registers that a consumer gets.
     assert tiling.m64 * tiling.block_n // 2 <= 160
     assert tiling.consumers == 2 or not tiling.pingpong
+
+
+def test_every_tiling_is_the_best_of_something() -> None:
+    layers = [(3456, 1152, False), (1152, 1152, True), (4304, 1152, False), (1152, 4304, True), (4608, 4608, False)]
+    layers += [(3072, 1024, False), (1024, 4096, True)]
+    rows = [*range(64, 1024, 64), *range(1024, 32_768, 256)]
+    chosen = {replace(choose_linear_tiling(r, *layer), splits=1) for r in rows for layer in layers}
+    chosen |= {choose_rotary_tiling(r, 3456, 1152, 72) for r in rows}
+    assert chosen >= set(TILINGS)
+
+
+def test_what_a_tiling_goes_with() -> None:
+    wide, turns = LinearTiling(2, 144, 2, 4), LinearTiling(2, 144, 2, 6, pingpong=True)
+    assert [e.name for e in Epilogue if not wide.goes_with(e, 72)] == []
+    assert [e.name for e in Epilogue if not turns.goes_with(e, 72)] == ["PARTIAL"]
+    assert [e.name for e in Epilogue if not wide.goes_with(e, 64)] == ["ROTARY"]
+
+
+def test_the_grid_is_whole_clusters() -> None:
+    tiling = LinearTiling(1, 144, 1, 6, cluster=2)
+    # 5 row tiles are 3 clusters; 4304 columns are 30 tiles.
+    assert tiling.grid(300, 4304, 1000) == 180
+    assert tiling.grid(300, 4304, 133) == 132
+    assert replace(tiling, splits=3).grid(1, 8, 1000) == 6
+
+
+def test_rows_start_where_the_kernel_can_load_them() -> None:
+    assert loadable(1 << 20, 1152)
+    assert not loadable((1 << 20) + 8, 1152)
+    assert not loadable(1 << 20, 1156)
+    assert [aligned_pitch(n) for n in (1, 64, 1152, 4304)] == [64, 64, 1152, 4352]
 
 
 @pytest.mark.parametrize(
