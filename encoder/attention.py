@@ -130,9 +130,9 @@ def choose_tiling(rows: int, num_seqs: int) -> Tiling | None:
     """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None where the
     portable kernel is faster.
 
-    Few rows want many small blocks, and up to 256 all keys of any segment in one tile: what counts there is how many
-    steps wait for each other. A few segments of under 256 rows each leave most of a large block idle. Many segments are
-    a video's frames, for which a tile of 112 keys wastes less than one of 128.
+    Few rows want many small blocks; from 129 to 256 one tile holds all keys of any segment, for what counts there is
+    how many steps wait for each other. A few segments of under 256 rows each leave most of a large block idle. Many
+    segments are a video's frames, for which a tile of 112 keys wastes less than one of 128.
     """
     if rows <= 128:
         return Tiling(64, 1)
@@ -187,8 +187,8 @@ def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
         try:
             return HopperVarlen(head_dim, dtype)
-        except RuntimeError as error:
-            # A driver or run-time compiler that does not take the kernel is no reason not to serve.
+        except (RuntimeError, OSError) as error:
+            # A driver, run-time compiler or cache folder that does not take the kernel is no reason not to serve.
             logger.warning("the Hopper attention kernel cannot be used: %s", error)
     if (
         half

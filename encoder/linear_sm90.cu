@@ -1,14 +1,14 @@
 // out = f(A W^T + bias) for Hopper: a producer warp feeds tiles of A and W through the tensor memory accelerator into a
-// ring of stages, consumer warpgroups multiply them with wgmma and write the tiles out. Blocks are persistent: block i
-// takes tiles i, i + blocks, ... of those that hold live rows.
+// ring of stages, consumer warpgroups multiply them with wgmma and write the tiles out. Blocks are persistent: cluster
+// i takes the groups of tiles i, i + clusters, ... of those that hold live rows.
 //
 // Two consumers either share a tile (each takes half of its rows) or take turns (PINGPONG: one writes its tile out while
 // the other multiplies). Blocks of a cluster work on row tiles below each other and share the columns' tile of W, of
 // which each loads a part for all. With `splits` above 1 a tile's contraction is cut in parts, which add up in the reader.
 //
 // Set by the host: MI (row tiles of 64 that a consumer holds), BN (columns of a tile, a multiple of 16), CONSUMERS,
-// PINGPONG, CLUSTER, STAGES, EPILOGUE, the function mma, and `low` and `high`, the elements of a packed pair; for ROTARY
-// also D (the head dimension, a multiple of 8 of which BN is one).
+// PINGPONG, CLUSTER, STAGES, EPILOGUE, the functions mma, pack (two floats as a pair of elements), low and high (a pair's
+// elements); for ROTARY also D (the head dimension, a multiple of 8, of which BN is a multiple).
 
 #define NONE 0
 #define GELU_TANH 1
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
   let_successor_start();
 
-  // Read before the kernel in front is done, as the first weights are: that one must not be what writes them.
+  // Read before the kernel in front is done, as the first weights are: nothing that may still run writes them.
   const int live_rows = min(rows, live[0]);
   const int row_groups = (live_rows + BM * CLUSTER - 1) / (BM * CLUSTER), col_tiles = (cols + BN - 1) / BN;
   const int tiles = row_groups * col_tiles * splits, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;

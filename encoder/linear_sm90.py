@@ -27,6 +27,7 @@ from encoder.linear import (
 _OUT_BYTES = 16 * 144
 
 
+@functools.cache
 def _compile(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> bytes:
     code = sm90.source(
         "linear_sm90",
@@ -124,7 +125,7 @@ class HopperOps(TritonOps):
         live: torch.Tensor,
     ) -> torch.Tensor:
         if _takes(y, weight):
-            tiling = choose_linear_tiling(*y.shape[:1], *weight.shape, may_split=True)
+            tiling = choose_linear_tiling(len(y), *weight.shape, may_split=True)
             if tiling.splits > 1:
                 added = self.run(y, weight, bias, live, Epilogue.PARTIAL, tiling=tiling)
                 return self.add_layer_norm(x, added, norm_weight, norm_bias)

@@ -98,7 +98,7 @@ class EncoderCudaGraphManager:
         started = time.perf_counter()
         if self.device.type == "cuda":
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-            # What loading has left free is no graph's.
+            # What loading left in the allocator's cache cannot serve the graphs' pool: it is given back.
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(self.device)[0]
         for budget, modality in sorted(((b, m) for m, bs in self.token_budgets.items() for b in bs), reverse=True):
@@ -202,7 +202,7 @@ class EncoderCudaGraphManager:
 
     def _time_eager_run(self, modality: Modality, tokens: int) -> float:
         """The least of up to three runs, which stop once they took 20 ms together."""
-        # The static buffers lend memory for what the graphs have room for; new ones are zeros, so bounds too.
+        # The static buffers lend memory for what the graphs have room for.
         static = self._static if self.budget_graphs else StaticBuffers(self.device)
         inputs = self.model.prepare_encoder_cudagraph_capture_inputs(
             tokens, self.max_batch_size, self.device, self.dtype, modality, static

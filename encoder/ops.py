@@ -20,7 +20,8 @@ EPS = 1e-6
 class Ops(Protocol):
     """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten.
 
-    What is launched right before a linear layer must not write its `weight` or its `live`: they may be read early.
+    A linear layer may read its `weight` and `live` early: no kernel that may still run then may write them, neither the
+    one launched right before it nor, past other linear layers, the one before those.
     """
 
     linears: str
@@ -151,14 +152,14 @@ class TorchOps:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
-    """The fastest implementation that runs on `device` with `dtype`."""
+    """The implementation to serve with on `device` with `dtype`."""
     if runs_hopper_kernels(device, dtype) and head_dim in HOPPER_HEAD_DIMS:
         from encoder.linear_sm90 import HopperOps
 
         try:
             return HopperOps(dtype, device, head_dim)
-        except RuntimeError as error:
-            # A driver or run-time compiler that does not take the kernels is no reason not to serve.
+        except (RuntimeError, OSError) as error:
+            # A driver, run-time compiler or cache folder that does not take the kernels is no reason not to serve.
             logger.warning("the Hopper linear layers cannot be used: %s", error)
     if has_triton(device):
         from encoder.kernels import TritonOps

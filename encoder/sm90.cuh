@@ -1,6 +1,6 @@
 // What the kernels for Hopper share: barriers in shared memory, the tensor memory accelerator, wgmma and its operands.
 //
-// Set by the host in front of this: the types u16, u32 and u64, and `pack`, two floats as two elements.
+// Set by the host in front of this: the types u16, u32 and u64.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 

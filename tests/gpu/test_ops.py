@@ -213,7 +213,7 @@ def test_every_tiling_of_the_hopper_linear_layers(tiling: LinearTiling, splits: 
             for epilogue in Epilogue:
                 if (epilogue == Epilogue.PARTIAL) != (splits > 1) or epilogue == Epilogue.ROTARY:
                     continue
-                # Three times, as each launch starts while the one before it drains.
+                # Again and again: what a launch leaves behind must not disturb the next.
                 for _ in range(3):
                     out = ops.run(x, weight, bias, live_rows(live), epilogue, tiling=tiling)
                 if epilogue == Epilogue.PARTIAL:

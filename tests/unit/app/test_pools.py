@@ -142,6 +142,7 @@ def test_counters_are_summed_over_replicas() -> None:
         "items": 3, "tokens": 20, "bytes": 300, "cancelled": 1, "expired": 0, "rejected": 4
     }  # fmt: skip
     assert summary["token_budgets"] == [64, 128]
+    assert (summary["attention"], summary["linears"]) == ("sdpa", "torch")
 
 
 def test_a_pool_without_replicas() -> None:

@@ -101,6 +101,11 @@ class Broken(_Named):
         raise RuntimeError("no such instruction")
 
 
+class Unsearchable(_Named):
+    def __init__(self, *_: Any) -> None:
+        raise PermissionError("~/.cache")
+
+
 class Portable(_Named):
     pass
 
@@ -119,6 +124,7 @@ FLASH = frozenset({"flash_attn", "flash_attn.cute"})
         ((8, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
         ((10, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
         ((9, 0), torch.bfloat16, 72, Broken, CUDA, Portable),
+        ((9, 0), torch.bfloat16, 72, Unsearchable, CUDA, Portable),
         ((9, 0), torch.bfloat16, 72, Hopper, {"cuda"}, Portable),
         # flash-attn-4 serves where the kernel for Hopper does not run.
         ((9, 0), torch.bfloat16, 72, Hopper, CUDA | FLASH, Hopper),

@@ -104,9 +104,10 @@ def test_the_choice_is_the_cheapest_and_only_cut_where_that_may_be(
     rows: int, cols: int, inner: int, may_split: bool
 ) -> None:
     chosen = choose_linear_tiling(rows, cols, inner, may_split)
-    cost = tiling_cost(chosen, rows, cols, inner)
-    assert all(cost <= tiling_cost(t, rows, cols, inner) for t in TILINGS)
     steps = -(-inner // STEP)
+    splits = range(1, max(1, min(MAX_SPLITS, steps // 4)) + 1) if may_split else [1]
+    others = [replace(t, splits=s) for t in TILINGS for s in splits if s == 1 or not t.pingpong]
+    assert tiling_cost(chosen, rows, cols, inner) == min(tiling_cost(t, rows, cols, inner) for t in others)
     assert 1 <= chosen.splits <= (MAX_SPLITS if may_split else 1)
     assert chosen.splits == 1 or steps // chosen.splits >= 4
     assert chosen.splits == 1 or not chosen.pingpong
@@ -134,21 +135,26 @@ def test_rotation_is_apart_where_whole_heads_cut_badly() -> None:
     assert choose_rotary_tiling(3328, 3456, 1152, 72) == LinearTiling(2, 144, 2, 6, pingpong=True)
 
 
-class _Named:
+class _Stub:
     def __init__(self, *_: Any) -> None:
         pass
 
 
-class Hopper(_Named):
+class Hopper(_Stub):
     pass
 
 
-class Broken(_Named):
+class Broken(_Stub):
     def __init__(self, *_: Any) -> None:
         raise RuntimeError("no such instruction")
 
 
-class Fused(_Named):
+class Unsearchable(_Stub):
+    def __init__(self, *_: Any) -> None:
+        raise PermissionError("~/.cache")
+
+
+class Fused(_Stub):
     pass
 
 
@@ -161,6 +167,7 @@ class Fused(_Named):
         ((9, 0), torch.bfloat16, 96, Hopper, True, True, Fused),
         ((9, 0), torch.bfloat16, 72, Hopper, False, True, Fused),
         ((9, 0), torch.bfloat16, 72, Broken, True, True, Fused),
+        ((9, 0), torch.bfloat16, 72, Unsearchable, True, True, Fused),
         ((8, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
         ((10, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
         ((9, 0), torch.bfloat16, 72, Hopper, True, False, TorchOps),
