@@ -44,7 +44,7 @@ from encoder.defs import EncodeRequest, Modality, Stop
 from encoder.frames import frames_grid
 from encoder.graph import CapturedGraph, CpuStaticGraph, CudaGraph
 from encoder.manager import EncoderCudaGraphManager
-from encoder.ops import Ops, TorchOps
+from encoder.ops import TorchOps
 from encoder.preprocess import patchify
 from encoder.qwen3_vl import Qwen3VLVisionEncoder
 from encoder.runner import EncoderRunner
@@ -312,7 +312,7 @@ class CudnnDense:
 class TorchNormsAndGelu(TorchOps):
     """PyTorch's own norms and GELU, and the rotary kernel of `ops`."""
 
-    def __init__(self, ops: Ops) -> None:
+    def __init__(self, ops: TorchOps) -> None:
         self._ops = ops
 
     def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -342,7 +342,7 @@ def capture_batch(
     column: Column,
     frames: Sequence[torch.Tensor],
     attention: Attention,
-    ops: Ops,
+    ops: TorchOps,
     budget: int | None = None,
     slots: int | None = None,
 ) -> BatchGraph:
@@ -388,7 +388,7 @@ def capture_batch(
 
 
 def _bound(
-    encoder: Qwen3VLVisionEncoder, attention: Attention, ops: Ops, run: Callable[[Stop | None], None]
+    encoder: Qwen3VLVisionEncoder, attention: Attention, ops: TorchOps, run: Callable[[Stop | None], None]
 ) -> Callable[[Stop | None], None]:
     def bound(stop: Stop | None) -> None:
         served, encoder.attention, encoder.ops = (encoder.attention, encoder.ops), attention, ops
@@ -581,7 +581,7 @@ class Benchmark:
         self,
         row: str,
         attention: Attention,
-        ops: Ops,
+        ops: TorchOps,
         budget: Callable[[int], int] | None = None,
         slots: Callable[[Column], int] | None = None,
     ) -> None:
@@ -699,7 +699,7 @@ class Benchmark:
     def graphs(self) -> None:
         """The rows of graphs that are made for one batch, ours last."""
         ours, own, device = self.ours.attention, self.ours.ops, self.device
-        ops: Ops = TorchOps()
+        ops: TorchOps = TorchOps()
         flash: Attention = FlashVarlen() if self.clock.cuda else SegmentSdpa()
         self.graph(f"plain graph, exact shape, {flash.name}", flash, ops)
         if has_triton(device):

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
-HOPPER_HEAD_DIMS = (64, 72, 80)
-
 
 class Attention(Protocol):
     """`plan` runs once a forward, `__call__` once a layer; both inside the captured callable.
@@ -161,10 +159,11 @@ def missing_package(*names: str) -> str | None:
     return next((name for name in names if importlib.util.find_spec(name) is None), None)
 
 
-def runs_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels written for Hopper GPUs may be tried on `device` with `dtype`."""
+def runs_hopper_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels written for Hopper GPUs may be tried on `device` with `dtype` and heads of `head_dim`."""
     return (
         dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 72, 80)
         and has_triton(device)
         and torch.cuda.get_device_capability(device)[0] == 9
         and missing_package("cuda", "cuda.bindings") is None
@@ -182,7 +181,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     half = dtype in (torch.bfloat16, torch.float16)
     capability = torch.cuda.get_device_capability(device)
     triton = has_triton(device)
-    if runs_hopper_kernels(device, dtype) and head_dim in HOPPER_HEAD_DIMS:
+    if runs_hopper_kernels(device, dtype, head_dim):
         from encoder.attention_sm90 import HopperVarlen
 
         try:

@@ -33,7 +33,7 @@ class _Kernel(sm90.Kernel):
         super().__init__(
             sm90.compile_cubin("attention_sm90", code),
             "varlen_attention",
-            128 * tiling.warpgroups + (128 if tiling.warpgroups > 1 else 32),
+            sm90.threads(tiling.warpgroups),
             self.block_m * (128 + 32 * tail) + tiling.stages * stage_bytes,
             (*(None,) * 4, *(sm90.POINTER,) * 2, sm90.INT, sm90.FLOAT),
         )

@@ -65,6 +65,11 @@ class LinearTiling:
     def block_m(self) -> int:
         return 64 * self.m64 * (1 if self.pingpong else self.consumers)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: the stages, and for each consumer warp 16 padded rows of 64 columns on their way out."""
+        return self.stages * (self.block_m + self.block_n) * 2 * STEP + 4 * self.consumers * 16 * 144
+
     def goes_with(self, epilogue: Epilogue, head_dim: int) -> bool:
         """Whether a tile can be finished so: rotation needs whole heads, and what takes turns is not worth cutting."""
         if epilogue == Epilogue.ROTARY:

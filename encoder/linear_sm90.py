@@ -13,6 +13,7 @@ import torch
 from encoder import sm90
 from encoder.kernels import TritonOps
 from encoder.linear import (
+    MAX_SPLITS,
     STEP,
     TILINGS,
     Epilogue,
@@ -23,11 +24,9 @@ from encoder.linear import (
     loadable,
 )
 
-# A warp's 16 rows of 64 columns on their way out, padded.
-_OUT_BYTES = 16 * 144
+_TYPES = (None, None, *(sm90.POINTER,) * 4, sm90.INT, sm90.POINTER, *(sm90.INT,) * 5)
 
 
-@functools.cache
 def _compile(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> bytes:
     code = sm90.source(
         "linear_sm90",
@@ -62,14 +61,16 @@ class HopperOps(TritonOps):
         torch.cuda.current_stream(device)  # makes the CUDA context that loading needs
         self._dtype, self._head_dim = dtype, head_dim
         self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self._kernel = functools.cache(self._load)
         self._map = functools.lru_cache(maxsize=4096)(self._encode_map)
         kinds = [(t, e) for t in TILINGS for e in Epilogue if t.goes_with(e, head_dim)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda kind: _compile(dtype, head_dim, *kind), kinds))
-        for kind in kinds:
-            # Now, so that what cannot be loaded fails here and not in a capture.
-            self._kernel(*kind)
+            cubins = list(pool.map(lambda kind: _compile(dtype, head_dim, *kind), kinds))
+        # All of them now, so that what cannot be loaded fails here and not in a capture.
+        self._kernels: dict[tuple[LinearTiling, Epilogue], sm90.Kernel] = {}
+        for (tiling, epilogue), cubin in zip(kinds, cubins, strict=True):
+            kernel = sm90.Kernel(cubin, "linear", sm90.threads(tiling.consumers), tiling.shared_bytes, _TYPES)
+            for splits in range(1, MAX_SPLITS + 1) if epilogue == Epilogue.PARTIAL else [1]:
+                self._kernels[replace(tiling, splits=splits), epilogue] = kernel
 
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """The same values in rows that start at multiples of 128 bytes: others make every load touch two lines."""
@@ -145,7 +146,7 @@ class HopperOps(TritonOps):
         """[rows, out], or float32 [splits, rows, out] of partial sums.
 
         Args:
-            tiling: with no more splits than the contraction has steps.
+            tiling: with no more splits than the contraction has steps; more than one for partial sums only.
             rotary: cos and sin, for that epilogue.
         """
         (rows, inner), cols = x.shape, len(weight)
@@ -156,7 +157,7 @@ class HopperOps(TritonOps):
             # What comes out of a GELU is read by nothing but the next linear layer.
             aligned = epilogue in (Epilogue.GELU_TANH, Epilogue.GELU_ERF)
             out = _aligned(rows, cols, x) if aligned else torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-        kernel = self._kernel(replace(tiling, splits=1), epilogue)
+        kernel = self._kernels[tiling, epilogue]
         kernel.launch(
             kernel.config(
                 (tiling.grid(rows, cols, self._blocks), 1),
@@ -167,8 +168,7 @@ class HopperOps(TritonOps):
             self._map(weight.data_ptr(), cols, inner, weight.stride(0), tiling.block_n // tiling.cluster),
             out.data_ptr(),
             bias.data_ptr(),
-            *(table.data_ptr() for table in rotary or ()),
-            *(() if rotary else (0, 0)),
+            *((table.data_ptr() for table in rotary) if rotary else (0, 0)),
             # The keys' heads follow the queries', the values' come last.
             cols // 3 * 2,
             live.data_ptr(),
@@ -179,15 +179,6 @@ class HopperOps(TritonOps):
             tiling.splits,
         )
         return out
-
-    def _load(self, tiling: LinearTiling, epilogue: Epilogue) -> sm90.Kernel:
-        return sm90.Kernel(
-            _compile(self._dtype, self._head_dim, tiling, epilogue),
-            "linear",
-            128 * tiling.consumers + (128 if tiling.consumers > 1 else 32),
-            tiling.stages * (tiling.block_m + tiling.block_n) * 2 * STEP + 4 * tiling.consumers * _OUT_BYTES,
-            (None, None, *(sm90.POINTER,) * 4, sm90.INT, sm90.POINTER, *(sm90.INT,) * 5),
-        )
 
     def _encode_map(self, address: int, rows: int, cols: int, pitch: int, box_rows: int) -> Any:
         return sm90.tensor_map(address, self._dtype, (cols, rows), (pitch * 2,), (STEP, box_rows), 128)

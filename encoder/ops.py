@@ -4,12 +4,11 @@ layers in `linear_sm90.py` with the same methods."""
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from encoder.attention import HOPPER_HEAD_DIMS, has_triton, runs_hopper_kernels
+from encoder.attention import has_triton, runs_hopper_kernels
 from encoder.preprocess import patchify
 
 logger = logging.getLogger(__name__)
@@ -17,80 +16,18 @@ logger = logging.getLogger(__name__)
 EPS = 1e-6
 
 
-class Ops(Protocol):
+class TorchOps:
     """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten.
 
     A linear layer may read its `weight` and `live` early: no kernel that may still run then may write them, neither the
     one launched right before it nor, past other linear layers, the one before those.
     """
 
-    linears: str
+    linears = "torch"
     """What runs the linear layers."""
 
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight [out, in] with the same values as the linear layers like it in memory."""
-        ...
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        live: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x @ weight.T + bias, into `out` if given: x [rows, in], weight [out, in], bias [out]."""
-        ...
-
-    def linear_gelu(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
-    ) -> torch.Tensor:
-        """GELU of x @ weight.T + bias: its tanh form, or the exact one where `approximate` is "none"."""
-        ...
-
-    def add_layer_norm(
-        self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
-        """`x += y` in place if `y` is given; returns LayerNorm(x). x, y: [rows, hidden]."""
-        ...
-
-    def add_linear_norm(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        norm_weight: torch.Tensor,
-        norm_bias: torch.Tensor,
-        live: torch.Tensor,
-    ) -> torch.Tensor:
-        """`x += y @ weight.T + bias` in place; returns LayerNorm(x). x: [rows, hidden], y: [rows, in]."""
-        ...
-
-    def linear_rotary(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        live: torch.Tensor,
-    ) -> torch.Tensor:
-        """qkv [rows, 3, heads, head_dim] of x @ weight.T + bias, with q and k rotated in float32.
-
-        cos, sin: float32 [rows, head_dim / 2].
-        """
-        ...
-
-    def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """Normalised patches of uint8 frames [T, 3, H, W] into out [t * h * w, 1536]; see `encoder.preprocess`."""
-        ...
-
-
-class TorchOps:
-    linears = "torch"
-
-    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
     def linear(
@@ -101,16 +38,19 @@ class TorchOps:
         live: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """x @ weight.T + bias, into `out` if given: x [rows, in], weight [out, in], bias [out]."""
         return F.linear(x, weight, bias) if out is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
     ) -> torch.Tensor:
+        """GELU of x @ weight.T + bias: its tanh form, or the exact one where `approximate` is "none"."""
         return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
     def add_layer_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
+        """`x += y` in place if `y` is given; returns LayerNorm(x). x, y: [rows, hidden]."""
         if y is not None:
             x.add_(y)
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
@@ -125,6 +65,7 @@ class TorchOps:
         norm_bias: torch.Tensor,
         live: torch.Tensor,
     ) -> torch.Tensor:
+        """`x += y @ weight.T + bias` in place; returns LayerNorm(x). x: [rows, hidden], y: [rows, in]."""
         return self.add_layer_norm(x, self.linear(y, weight, bias, live), norm_weight, norm_bias)
 
     def linear_rotary(
@@ -136,6 +77,10 @@ class TorchOps:
         sin: torch.Tensor,
         live: torch.Tensor,
     ) -> torch.Tensor:
+        """qkv [rows, 3, heads, head_dim] of x @ weight.T + bias, with q and k rotated in float32.
+
+        cos, sin: float32 [rows, head_dim / 2].
+        """
         qkv = self.linear(x, weight, bias, live).view(len(x), 3, -1, 2 * cos.shape[1])
         self.rotary_(qkv, cos, sin)
         return qkv
@@ -148,12 +93,13 @@ class TorchOps:
         qkv[:, :2].copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
     def patchify(self, frames: torch.Tensor, out: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
+        """Normalised patches of uint8 frames [T, 3, H, W] into out [t * h * w, 1536]; see `encoder.preprocess`."""
         out.copy_(patchify(frames, mean, std))
 
 
-def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
+def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchOps:
     """The implementation to serve with on `device` with `dtype`."""
-    if runs_hopper_kernels(device, dtype) and head_dim in HOPPER_HEAD_DIMS:
+    if runs_hopper_kernels(device, dtype, head_dim):
         from encoder.linear_sm90 import HopperOps
 
         try:

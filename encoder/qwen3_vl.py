@@ -25,7 +25,7 @@ from encoder.defs import (
 )
 from encoder.frames import MERGE, PATCH, TEMPORAL
 from encoder.graph import StaticBuffers
-from encoder.ops import EPS, Ops, choose_ops
+from encoder.ops import EPS, TorchOps, choose_ops
 
 _VIDEO_CUDAGRAPH_T_CAPTURE = 8
 _INPUT_KEYS: dict[str, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
@@ -65,7 +65,7 @@ class _Merger(_Mlp):
         self.post_shuffle = post_shuffle
         self.norm = nn.LayerNorm(merged if post_shuffle else config.hidden_size, eps=EPS)
 
-    def forward(self, normed: torch.Tensor, out: torch.Tensor, ops: Ops, live: torch.Tensor) -> None:
+    def forward(self, normed: torch.Tensor, out: torch.Tensor, ops: TorchOps, live: torch.Tensor) -> None:
         hidden = ops.linear_gelu(normed, self.linear_fc1.weight, self.linear_fc1.bias, live, approximate="none")
         ops.linear(hidden, self.linear_fc2.weight, self.linear_fc2.bias, live, out=out)
 
@@ -253,20 +253,17 @@ class Qwen3VLVisionEncoder(nn.Module):
         for index, block in enumerate(blocks[:depth]):
             if stop is not None and stop():
                 raise Stopped
-            qkv_layer, proj, fc1, fc2 = (
-                block.attn["qkv"],
-                block.attn["proj"],
-                block.mlp.linear_fc1,
-                block.mlp.linear_fc2,
-            )
-            qkv = ops.linear_rotary(normed, qkv_layer.weight, qkv_layer.bias, cos, sin, live)
+            attn, mlp = block.attn, block.mlp
+            qkv = ops.linear_rotary(normed, attn["qkv"].weight, attn["qkv"].bias, cos, sin, live)
             attended = attention(qkv, plan)
+            proj = attn["proj"]
             normed = ops.add_linear_norm(
                 x, attended, proj.weight, proj.bias, block.norm2.weight, block.norm2.bias, live
             )
-            hidden = ops.linear_gelu(normed, fc1.weight, fc1.bias, live)
+            hidden = ops.linear_gelu(normed, mlp.linear_fc1.weight, mlp.linear_fc1.bias, live)
             # The norm that reads this block's result next: the following block's, or the merger's.
             norm: Any = blocks[index + 1].norm1 if index + 1 < depth else self.merger.norm
+            fc2 = mlp.linear_fc2
             normed = ops.add_linear_norm(x, hidden, fc2.weight, fc2.bias, norm.weight, norm.bias, live)
             if index in config.deepstack_visual_indexes:
                 self._merge_level(x, config.deepstack_visual_indexes.index(index), output, live_tokens)

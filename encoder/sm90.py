@@ -115,6 +115,12 @@ def compile_cubin(name: str, code: str) -> bytes:
     return cubin
 
 
+def threads(consumers: int) -> int:
+    """Of a block: consumer warpgroups, and a producer that is a warpgroup too where it has registers to give up to
+    several of them, a warp beside a single one."""
+    return 128 * consumers + (128 if consumers > 1 else 32)
+
+
 class Kernel:
     """The function `entry` of compiled code, loaded on the current device.
 
@@ -130,7 +136,6 @@ class Kernel:
         self.threads, self.shared_bytes, self._types = threads, shared_bytes + 1024, tuple(types)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call(driver.cuFuncSetAttribute(self._function, limit, self.shared_bytes))
-
         self.config = functools.lru_cache(maxsize=256)(self._config)
 
     def _config(self, grid: tuple[int, int], stream: int, cluster: int = 1) -> Any:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from encoder.attention import choose_attention, runs_hopper_kernels
 from encoder.linear import TILINGS, Epilogue, LinearTiling
-from encoder.ops import EPS, Ops, TorchOps, choose_ops
+from encoder.ops import EPS, TorchOps, choose_ops
 from encoder.preprocess import patchify
 from tests.gpu.conftest import DEVICE, relative_error, worst_row_error
 
@@ -20,7 +20,7 @@ BOUNDS = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}
 
 
 @pytest.fixture(scope="module")
-def fused() -> Ops:
+def fused() -> TorchOps:
     from encoder.kernels import TritonOps
 
     return TritonOps()
@@ -35,7 +35,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 @pytest.mark.parametrize("cols", [144, 576, 1024, 1152, 4096, 4608])
 @pytest.mark.parametrize("rows", [1, 7, 1024])
 @pytest.mark.parametrize("add", [True, False])
-def test_add_layer_norm(fused: Ops, add: bool, rows: int, cols: int, dtype: torch.dtype) -> None:
+def test_add_layer_norm(fused: TorchOps, add: bool, rows: int, cols: int, dtype: torch.dtype) -> None:
     x = randn(rows, cols, dtype=dtype) * 3 + 2
     y = randn(rows, cols, dtype=dtype, seed=1) if add else None
     weight, bias = randn(cols, dtype=dtype, seed=2), randn(cols, dtype=dtype, seed=3)
@@ -48,7 +48,7 @@ def test_add_layer_norm(fused: Ops, add: bool, rows: int, cols: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm_of_a_bad_row_stays_in_it(fused: Ops, dtype: torch.dtype) -> None:
+def test_layer_norm_of_a_bad_row_stays_in_it(fused: TorchOps, dtype: torch.dtype) -> None:
     x, weight, bias = randn(8, 1152, dtype=dtype), randn(1152, dtype=dtype, seed=1), randn(1152, dtype=dtype, seed=2)
     clean = fused.add_layer_norm(x.clone(), x, weight, bias)
     x[3], x[7] = float("nan"), float("inf")
@@ -58,23 +58,26 @@ def test_layer_norm_of_a_bad_row_stays_in_it(fused: Ops, dtype: torch.dtype) -> 
     assert out[3].isnan().all()
 
 
+def rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """qkv [rows, 3, heads, head_dim] with q and k rotated, in float64."""
+    qk, c, s = qkv[:, :2].double(), cos.double()[:, None, None], sin.double()[:, None, None]
+    first, second = qk.chunk(2, dim=-1)
+    return torch.cat((torch.cat((first * c - second * s, second * c + first * s), dim=-1), qkv[:, 2:].double()), dim=1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (2, 72), (1, 64), (12, 80)])
-def test_rotary(fused: Ops, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_rotary(fused: TorchOps, heads: int, head_dim: int, dtype: torch.dtype) -> None:
     rows = 77
     qkv = randn(rows, 3, heads, head_dim, dtype=dtype)
     angles = randn(rows, head_dim // 2, seed=1) * 20
     cos, sin = angles.cos(), angles.sin()
     cos[-2:] = float("nan")
-    wide = qkv.double()
-    first, second = wide[:, :2].chunk(2, dim=-1)
-    c, s = cos.double()[:, None, None], sin.double()[:, None, None]
-    expected = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
-    values = qkv[:, 2].clone()
+    plain, values = qkv.clone(), qkv[:, 2].clone()
+    expected = rotated(qkv, cos, sin)[:, :2]
     fused.rotary_(qkv, cos, sin)
     assert torch.equal(qkv[:, 2], values)
     assert relative_error(qkv[:-2, :2], expected[:-2]) < BOUNDS[dtype]
-    plain = wide.to(dtype)
     TorchOps().rotary_(plain, cos, sin)
     assert relative_error(qkv[:-2], plain[:-2]) < BOUNDS[dtype]
 
@@ -95,8 +98,13 @@ def test_add_layer_norm_of_parts(rows: int, parts: int, dtype: torch.dtype) -> N
     assert worst_row_error(out, expected) < BOUNDS[dtype]
 
 
+def needs_hopper(dtype: torch.dtype) -> None:
+    if not runs_hopper_kernels(DEVICE, dtype, 72):
+        pytest.skip("needs a Hopper GPU")
+
+
 @pytest.fixture(scope="module")
-def all_ops(fused: Ops) -> dict[torch.dtype, list[Ops]]:
+def all_ops(fused: TorchOps) -> dict[torch.dtype, list[TorchOps]]:
     """What may run a dtype on this device."""
     return {
         d: [TorchOps(), fused] + [o for o in [choose_ops(DEVICE, d, 72)] if type(o) is not type(fused)] for d in DTYPES
@@ -106,8 +114,7 @@ def all_ops(fused: Ops) -> dict[torch.dtype, list[Ops]]:
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_hopper_gpu_gets_the_kernels_written_for_it(dtype: torch.dtype, head_dim: int) -> None:
-    if not runs_hopper_kernels(DEVICE, dtype):
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper(dtype)
     assert choose_attention(DEVICE, dtype, head_dim).name == "hopper-varlen"
     assert choose_ops(DEVICE, dtype, head_dim).linears == "hopper-linear"
 
@@ -118,9 +125,11 @@ def live_rows(rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "live"), [(1, 1), (60, 60), (256, 196), (832, 784), (1024, 1024), (5000, 4100)])
-@pytest.mark.parametrize(("inner", "outer"), [(1152, 3456), (1152, 4304), (4304, 1152), (4608, 4608), (144, 272)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(1152, 3456), (1152, 4304), (4304, 1152), (4608, 4608), (1024, 4096), (144, 272)]
+)
 def test_linear_layers(
-    all_ops: dict[torch.dtype, list[Ops]], inner: int, outer: int, rows: int, live: int, dtype: torch.dtype
+    all_ops: dict[torch.dtype, list[TorchOps]], inner: int, outer: int, rows: int, live: int, dtype: torch.dtype
 ) -> None:
     x, weight = randn(rows, inner, dtype=dtype), randn(outer, inner, dtype=dtype, seed=1) * inner**-0.5
     bias, used = randn(outer, dtype=dtype, seed=2), live_rows(live)
@@ -129,6 +138,7 @@ def test_linear_layers(
     product = F.linear(x[:live].double(), weight.double(), bias.double())
     wide = torch.full((rows, 3 * outer), float("nan"), dtype=dtype, device=DEVICE)
     bound = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 5e-4}[dtype]
+    bound_of_gelu = {torch.bfloat16: 5e-3, torch.float16: 8e-4, torch.float32: 5e-4}[dtype]
     for ops in all_ops[dtype]:
         laid = ops.lay_out(weight)
         assert torch.equal(laid, weight)
@@ -141,14 +151,13 @@ def test_linear_layers(
         assert wide[:, 2 * outer :].isnan().all()
         for approximate in ("none", "tanh"):
             out = ops.linear_gelu(x, laid, bias, used, approximate=approximate)
-            assert relative_error(out[:live], F.gelu(product, approximate=approximate)) < 2 * bound
+            assert relative_error(out[:live], F.gelu(product, approximate=approximate)) < bound_of_gelu
 
 
 @pytest.mark.parametrize(("rows", "live"), [(256, 0), (256, 196), (5000, 4100)])
 def test_rows_that_are_not_live_stay_unwritten(rows: int, live: int) -> None:
     dtype = torch.bfloat16
-    if not runs_hopper_kernels(DEVICE, dtype):
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper(dtype)
     x, weight = randn(rows, 1152, dtype=dtype), randn(4608, 1152, dtype=dtype, seed=1) / 34
     bias = randn(4608, dtype=dtype, seed=2)
     out = torch.full((rows, 4608), 7.0, dtype=dtype, device=DEVICE)
@@ -174,7 +183,7 @@ def test_what_the_hopper_kernel_cannot_load_or_store(inner: int, outer: int, off
 @pytest.mark.parametrize(("rows", "live"), [(1, 1), (64, 64), (256, 196), (832, 784), (5000, 4100)])
 @pytest.mark.parametrize("inner", [1152, 4304])
 def test_add_linear_norm(
-    all_ops: dict[torch.dtype, list[Ops]], inner: int, rows: int, live: int, dtype: torch.dtype
+    all_ops: dict[torch.dtype, list[TorchOps]], inner: int, rows: int, live: int, dtype: torch.dtype
 ) -> None:
     cols = 1152
     y, weight = randn(rows, inner, dtype=dtype), randn(cols, inner, dtype=dtype, seed=1) * inner**-0.5
@@ -195,8 +204,7 @@ def test_add_linear_norm(
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_of_the_hopper_linear_layers(tiling: LinearTiling, splits: int, dtype: torch.dtype) -> None:
-    if not runs_hopper_kernels(DEVICE, dtype):
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper(dtype)
     if splits > 1 and not tiling.goes_with(Epilogue.PARTIAL, 72):
         pytest.skip("such tiles are not cut")
     from encoder.linear_sm90 import HopperOps
@@ -225,17 +233,10 @@ def test_every_tiling_of_the_hopper_linear_layers(tiling: LinearTiling, splits: 
                     assert live == 0 or relative_error(out[:live], F.gelu(expected, approximate=form)) < bound
 
 
-def rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """qkv [rows, 3, heads, head_dim] with q and k rotated, in float64."""
-    qk, c, s = qkv[:, :2].double(), cos.double()[:, None, None], sin.double()[:, None, None]
-    first, second = qk.chunk(2, dim=-1)
-    return torch.cat((torch.cat((first * c - second * s, second * c + first * s), dim=-1), qkv[:, 2:].double()), dim=1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "live"), [(1, 1), (60, 60), (256, 196), (832, 784), (5000, 4100)])
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (12, 80), (2, 72), (1, 64)])
-def test_linear_rotary(fused: Ops, heads: int, head_dim: int, rows: int, live: int, dtype: torch.dtype) -> None:
+def test_linear_rotary(fused: TorchOps, heads: int, head_dim: int, rows: int, live: int, dtype: torch.dtype) -> None:
     hidden = heads * head_dim
     x, weight = randn(rows, hidden, dtype=dtype), randn(3 * hidden, hidden, dtype=dtype, seed=1) * hidden**-0.5
     bias, angles = randn(3 * hidden, dtype=dtype, seed=2), randn(rows, head_dim // 2, seed=3) * 20
@@ -255,8 +256,7 @@ def test_linear_rotary(fused: Ops, heads: int, head_dim: int, rows: int, live: i
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_of_the_hopper_rotary_layer(tiling: LinearTiling, head_dim: int) -> None:
     dtype = torch.bfloat16
-    if not runs_hopper_kernels(DEVICE, dtype):
-        pytest.skip("needs a Hopper GPU")
+    needs_hopper(dtype)
     if not tiling.goes_with(Epilogue.ROTARY, head_dim):
         pytest.skip("a tile holds no whole number of heads")
     from encoder.linear_sm90 import HopperOps
@@ -280,7 +280,7 @@ def test_every_tiling_of_the_hopper_rotary_layer(tiling: LinearTiling, head_dim:
     "shape", [(1, 3, 32, 32), (1, 3, 64, 96), (1, 3, 224, 224), (2, 3, 32, 256), (5, 3, 96, 160), (16, 3, 64, 32)]
 )
 @pytest.mark.parametrize("constants", ["half", "clip"])
-def test_patchify_bit_for_bit(fused: Ops, constants: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_patchify_bit_for_bit(fused: TorchOps, constants: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     mean = torch.full((3,), 127.5) if constants == "half" else torch.tensor([0.48145466, 0.4578275, 0.40821073]) * 255
     std = mean if constants == "half" else torch.tensor([0.26862954, 0.26130258, 0.27577711]) * 255
     frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -23,6 +23,7 @@ from encoder.attention import (
     missing_package,
 )
 from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets, timed_eager_sizes
+from tests.unit.encoder.stubs import Broken, Hopper, Portable, Stub, Unsearchable
 
 
 def test_default_budgets_on_a_cpu_are_powers_of_two() -> None:
@@ -87,29 +88,6 @@ def test_attention_is_cut_by_rows_and_slots(rows: int, num_seqs: int, tiling: Ti
     assert choose_tiling(rows, num_seqs) == tiling
 
 
-class _Named:
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
-class Hopper(_Named):
-    pass
-
-
-class Broken(_Named):
-    def __init__(self, *_: Any) -> None:
-        raise RuntimeError("no such instruction")
-
-
-class Unsearchable(_Named):
-    def __init__(self, *_: Any) -> None:
-        raise PermissionError("~/.cache")
-
-
-class Portable(_Named):
-    pass
-
-
 CUDA = frozenset({"cuda", "cuda.bindings"})
 FLASH = frozenset({"flash_attn", "flash_attn.cute"})
 
@@ -151,7 +129,7 @@ def test_the_attention_of_a_gpu(
     monkeypatch.setattr(attention, "has_triton", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if name in packages else None)
-    monkeypatch.setattr(attention, "FlashAttention4", type("FlashAttention4", (_Named,), {}))
+    monkeypatch.setattr(attention, "FlashAttention4", type("FlashAttention4", (Stub,), {}))
     monkeypatch.setitem(sys.modules, "encoder.attention_sm90", SimpleNamespace(HopperVarlen=hopper))
     monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonVarlen=Portable))
     assert type(choose_attention(torch.device("cuda"), dtype, head_dim)).__name__ == chosen.__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from encoder.linear import (
     tiling_cost,
 )
 from encoder.ops import TorchOps, choose_ops
+from tests.unit.encoder.stubs import Broken, Hopper, Portable, Unsearchable
 
 ROWS = st.integers(1, 100_000)
 SIZES = st.integers(1, 700).map(lambda n: 8 * n)
@@ -34,8 +34,7 @@ SIZES = st.integers(1, 700).map(lambda n: 8 * n)
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling_fits_a_multiprocessor(tiling: LinearTiling) -> None:
     # What a block may have: 227 KiB of shared memory, of which 3 KiB go to alignment and barriers; boxes of 256 rows.
-    staged = tiling.stages * (tiling.block_m + tiling.block_n) * 2 * STEP
-    assert staged + tiling.consumers * 4 * 16 * 144 <= 224 * 1024
+    assert tiling.shared_bytes <= 224 * 1024
     assert tiling.block_m <= 256
     assert tiling.block_n <= 256
     # A matrix of 16 columns leaves a warp at once, and a block of a cluster loads whole groups of 8 rows of weights.
@@ -135,41 +134,18 @@ def test_rotation_is_apart_where_whole_heads_cut_badly() -> None:
     assert choose_rotary_tiling(3328, 3456, 1152, 72) == LinearTiling(2, 144, 2, 6, pingpong=True)
 
 
-class _Stub:
-    def __init__(self, *_: Any) -> None:
-        pass
-
-
-class Hopper(_Stub):
-    pass
-
-
-class Broken(_Stub):
-    def __init__(self, *_: Any) -> None:
-        raise RuntimeError("no such instruction")
-
-
-class Unsearchable(_Stub):
-    def __init__(self, *_: Any) -> None:
-        raise PermissionError("~/.cache")
-
-
-class Fused(_Stub):
-    pass
-
-
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "hopper", "bindings", "triton", "chosen"),
     [
         ((9, 0), torch.bfloat16, 72, Hopper, True, True, Hopper),
         ((9, 0), torch.float16, 64, Hopper, True, True, Hopper),
-        ((9, 0), torch.float32, 72, Hopper, True, True, Fused),
-        ((9, 0), torch.bfloat16, 96, Hopper, True, True, Fused),
-        ((9, 0), torch.bfloat16, 72, Hopper, False, True, Fused),
-        ((9, 0), torch.bfloat16, 72, Broken, True, True, Fused),
-        ((9, 0), torch.bfloat16, 72, Unsearchable, True, True, Fused),
-        ((8, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
-        ((10, 0), torch.bfloat16, 72, Hopper, True, True, Fused),
+        ((9, 0), torch.float32, 72, Hopper, True, True, Portable),
+        ((9, 0), torch.bfloat16, 96, Hopper, True, True, Portable),
+        ((9, 0), torch.bfloat16, 72, Hopper, False, True, Portable),
+        ((9, 0), torch.bfloat16, 72, Broken, True, True, Portable),
+        ((9, 0), torch.bfloat16, 72, Unsearchable, True, True, Portable),
+        ((8, 0), torch.bfloat16, 72, Hopper, True, True, Portable),
+        ((10, 0), torch.bfloat16, 72, Hopper, True, True, Portable),
         ((9, 0), torch.bfloat16, 72, Hopper, True, False, TorchOps),
     ],
 )
@@ -188,7 +164,7 @@ def test_the_operations_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(attention, "missing_package", lambda *names: None if bindings else names[0])
     monkeypatch.setitem(sys.modules, "encoder.linear_sm90", SimpleNamespace(HopperOps=hopper))
-    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonOps=Fused))
+    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonOps=Portable))
     assert type(choose_ops(torch.device("cuda"), dtype, head_dim)) is chosen
 
 
