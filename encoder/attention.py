@@ -123,10 +123,17 @@ class Tiling:
     warpgroups: int
     stages: int = 2
 
+    @property
+    def block_m(self) -> int:
+        return 64 * self.warpgroups
+
+
+TILINGS = (Tiling(64, 1), Tiling(256, 1, 1), Tiling(64, 2), Tiling(112, 2), Tiling(112, 3), Tiling(128, 3))
+
 
 def choose_tiling(rows: int, num_seqs: int) -> Tiling | None:
-    """The tiling for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None where the
-    portable kernel is faster.
+    """The one of `TILINGS` for a launch over `rows` rows in up to `num_seqs` segments, as measured on an H200; None
+    where the portable kernel is faster.
 
     Few rows want many small blocks; from 129 to 256 one tile holds all keys of any segment, for what counts there is
     how many steps wait for each other. A few segments of under 256 rows each leave most of a large block idle. Many
@@ -171,7 +178,7 @@ def runs_hopper_kernels(device: torch.device, dtype: torch.dtype, head_dim: int)
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
-    """The fastest implementation that runs on `device` with `dtype`.
+    """The fastest implementation that runs on `device`, which must be the current one, with `dtype`.
 
     FlashAttention-4 comes second to our own kernel: for a segment of 4096 rows at head_dim 72, an H200 ran that one at
     466 TFLOP/s and FlashAttention-4 at 408. So it serves where ours does not run: above all on newer GPUs.
@@ -182,13 +189,13 @@ def choose_attention(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     capability = torch.cuda.get_device_capability(device)
     triton = has_triton(device)
     if runs_hopper_kernels(device, dtype, head_dim):
-        from encoder.attention_sm90 import HopperVarlen
-
         try:
+            from encoder.attention_sm90 import HopperVarlen
+
             return HopperVarlen(head_dim, dtype)
-        except (RuntimeError, OSError) as error:
-            # A driver, run-time compiler or cache folder that does not take the kernel is no reason not to serve.
-            logger.warning("the Hopper attention kernel cannot be used: %s", error)
+        except Exception as error:
+            # Bindings, a driver or a run-time compiler that do not take the kernels are no reason not to serve.
+            logger.warning("the Hopper attention kernel cannot be used: %r", error)
     if (
         half
         and head_dim % 8 == 0

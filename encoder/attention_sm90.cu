@@ -2,14 +2,11 @@
 // through the tensor memory accelerator, consumer warpgroups of 64 query rows each run QK^T of the next tile and PV of
 // the last while they take the softmax. The head dimension is used as it is: 72 is 72 columns of PV and 80 of QK^T.
 //
-// Set by the host: D (head dimension, a multiple of 8 from 64 to 80), BN (keys in a tile), WGS (consumer warpgroups),
-// STAGES, and the functions mma_qk and mma_pv.
+// Set by the host: D (head dimension, a multiple of 8 from 64 to 80), BM (queries of a block), BN (keys in a tile), WGS
+// (consumer warpgroups of 64 queries), THREADS (of a block), STAGES, and the functions mma_qk and mma_pv.
 
 #define NEG_INF __int_as_float(0xff800000)
 #define TAIL (D > 64)
-#define BM (64 * WGS)
-#define PRODUCER (WGS > 1 ? 128 : 32)
-#define THREADS (128 * WGS + PRODUCER)
 // Registers that the producer gives up go to the consumers; a block has no more than it started with.
 #define PRODUCER_REGISTERS (WGS == 3 ? 32 : 24)
 #define CONSUMER_REGISTERS (WGS == 3 ? 160 : 240)
@@ -92,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, WGS > 1 || BN > 128 ? 1 : 
     barriers_ready();
   }
   __syncthreads();
-  predecessor_done();
   let_successor_start();
+  predecessor_done();
   const int q0 = tiles[3 * blockIdx.x], start = tiles[3 * blockIdx.x + 1], end = tiles[3 * blockIdx.x + 2];
   if (q0 >= end) return;
   const int count = (end - start + BN - 1) / BN;

@@ -10,28 +10,38 @@ from typing import Any
 import torch
 
 from encoder import sm90
-from encoder.attention import Tiling, choose_tiling
+from encoder.attention import TILINGS, Tiling, choose_tiling
 from encoder.kernels import TritonVarlen, attention_tiles
 
 
-class _Kernel(sm90.Kernel):
-    """One tiling, compiled and loaded on the current device."""
+def _source(head_dim: int, dtype: torch.dtype, tiling: Tiling) -> str:
+    return sm90.source(
+        "attention_sm90",
+        dtype,
+        {
+            "D": head_dim,
+            "BM": tiling.block_m,
+            "BN": tiling.block_n,
+            "WGS": tiling.warpgroups,
+            "THREADS": sm90.threads(tiling.warpgroups),
+            "STAGES": tiling.stages,
+        },
+        [
+            sm90.mma("mma_qk", tiling.block_n, dtype, a_in_registers=False),
+            sm90.mma("mma_pv", head_dim, dtype, a_in_registers=True),
+        ],
+    )
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, tiling: Tiling) -> None:
-        code = sm90.source(
-            "attention_sm90",
-            dtype,
-            {"D": head_dim, "BN": tiling.block_n, "WGS": tiling.warpgroups, "STAGES": tiling.stages},
-            [
-                sm90.mma("mma_qk", tiling.block_n, dtype, a_in_registers=False),
-                sm90.mma("mma_pv", head_dim, dtype, a_in_registers=True),
-            ],
-        )
-        self.block_m, self.block_n = 64 * tiling.warpgroups, tiling.block_n
+
+class _Kernel(sm90.Kernel):
+    """The compiled code of one tiling, loaded on the current device."""
+
+    def __init__(self, cubin: bytes, head_dim: int, tiling: Tiling) -> None:
+        self.block_m, self.block_n = tiling.block_m, tiling.block_n
         tail = head_dim > 64
         stage_bytes = tiling.block_n * (128 + 32 * tail + 128 * (1 + tail))
         super().__init__(
-            sm90.compile_cubin("attention_sm90", code),
+            cubin,
             "varlen_attention",
             sm90.threads(tiling.warpgroups),
             self.block_m * (128 + 32 * tail) + tiling.stages * stage_bytes,
@@ -48,10 +58,11 @@ class _Launch:
 
 
 class HopperVarlen:
-    """FlashAttention-3's scheme at the head's own width; see `attention_sm90.cu`. bfloat16 or float16.
+    """FlashAttention-3's scheme at the head's own width; see `attention_sm90.cu`. bfloat16 or float16, on the current
+    device.
 
     Raises:
-        RuntimeError: the kernel cannot be compiled or loaded here.
+        RuntimeError: the kernels cannot be compiled or loaded here.
     """
 
     name = "hopper-varlen"
@@ -60,16 +71,17 @@ class HopperVarlen:
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         torch.cuda.current_stream()  # makes the CUDA context that the driver calls below need
         self._head_dim, self._dtype = head_dim, dtype
-        self._kernels = functools.cache(lambda tiling: _Kernel(head_dim, dtype, tiling))
+        cubins = sm90.compile_cubins("attention_sm90", [_source(head_dim, dtype, tiling) for tiling in TILINGS])
+        # All of them now, so that what cannot be loaded fails here and not in a request.
+        self._kernels = {t: _Kernel(cubin, head_dim, t) for t, cubin in zip(TILINGS, cubins, strict=True)}
         self._portable = TritonVarlen()
-        self._kernels(Tiling(128, 3))
         self._maps = functools.lru_cache(maxsize=256)(self._encode_maps)
 
     def plan(self, cu_seqlens: torch.Tensor, max_seqlen: int, rows: int) -> _Launch | torch.Tensor:
         tiling = choose_tiling(rows, len(cu_seqlens) - 1)
         if tiling is None:
             return self._portable.plan(cu_seqlens, max_seqlen, rows)
-        kernel = self._kernels(tiling)
+        kernel = self._kernels[tiling]
         return _Launch(kernel, attention_tiles(cu_seqlens, rows, kernel.block_m))
 
     def __call__(self, qkv: torch.Tensor, plan: _Launch | torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def pack_greedily(specs: Sequence[EncoderItemSpec], limits: PackLimits) -> list[
     return runs
 
 
-# What an eager run must save to be chosen. More than the eighth that the default budgets on CUDA pad by at most, so
+# What an eager run must save to be chosen. More than the eighth that the larger default budgets on CUDA pad by, so
 # with them a large batch keeps its graph, and the memory that an eager run would take beside it stays free.
 EAGER_MARGIN = 1.15
 

@@ -20,8 +20,8 @@ from encoder.ops import EPS, TorchOps
 @triton.jit
 def _wait(PDL: tl.constexpr):
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -138,7 +138,7 @@ def _attention(
         tl.store(o_base + db[None, :], (acc_b * inverse).to(qa.dtype), mask=(rows < end)[:, None] & in_head[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_layer_norm(
     X,
     Y,
@@ -285,6 +285,9 @@ class TritonVarlen:
 
 
 class TritonOps(TorchOps):
+    """Fused kernels around PyTorch's linear layers, on the current device. `y` of `add_layer_norm` may also be partial
+    sums, float32 [parts, rows, hidden], which are added up."""
+
     linears = "cublas"
 
     def __init__(self) -> None:
@@ -300,7 +303,6 @@ class TritonOps(TorchOps):
     def add_layer_norm(
         self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        """`y` may also be float32 [parts, rows, hidden], whose sum is added."""
         out = torch.empty_like(x)
         rows, cols = x.shape
         parts = 0 if y is None else y.shape[0] if y.ndim == 3 else 1

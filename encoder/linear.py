@@ -9,6 +9,9 @@ from enum import IntEnum
 STEP = 64
 """Columns of the contraction that one stage of `linear_sm90` holds: 128 bytes of a row, which is a line of memory."""
 
+OUT_PITCH = 2 * STEP + 16
+"""Bytes between a consumer warp's rows of 64 columns on their way out: the rows of a matrix lie in different banks."""
+
 _BLOCKS = 132
 # Clock cycles, fitted to 300 measured launches on an H200 (256 to 25088 rows; the error is 13 % on average): _MMA for
 # 32 values of a tile and one step, _STEP_ALONE the least that a lone consumer's step takes, _EPILOGUE for a value,
@@ -30,7 +33,7 @@ _PARTIAL_BYTES_PER_CLOCK = _BLOCKS * 14
 
 
 class Epilogue(IntEnum):
-    """What is done to a tile before it is written; the numbers are those of `linear_sm90.cu`."""
+    """What is done to a tile before it is written; `linear_sm90.cu` gets these names and numbers."""
 
     NONE = 0
     GELU_TANH = 1
@@ -68,13 +71,18 @@ class LinearTiling:
     @property
     def shared_bytes(self) -> int:
         """Of a block: the stages, and for each consumer warp 16 padded rows of 64 columns on their way out."""
-        return self.stages * (self.block_m + self.block_n) * 2 * STEP + 4 * self.consumers * 16 * 144
+        return self.stages * (self.block_m + self.block_n) * 2 * STEP + 4 * self.consumers * 16 * OUT_PITCH
+
+    @property
+    def may_split(self) -> bool:
+        """Where consumers take turns there are more tiles than blocks, and nothing to gain by cutting them."""
+        return not self.pingpong
 
     def goes_with(self, epilogue: Epilogue, head_dim: int) -> bool:
-        """Whether a tile can be finished so: rotation needs whole heads, and what takes turns is not worth cutting."""
+        """Whether a tile can be finished so: rotation needs whole heads."""
         if epilogue == Epilogue.ROTARY:
             return self.block_n % head_dim == 0
-        return epilogue != Epilogue.PARTIAL or not self.pingpong
+        return self.may_split or epilogue != Epilogue.PARTIAL
 
     def grid(self, rows: int, cols: int, multiprocessors: int) -> int:
         """Blocks of a launch: whole clusters, no more than there are tiles or multiprocessors."""
@@ -83,12 +91,12 @@ class LinearTiling:
 
 
 TILINGS = (
-    LinearTiling(1, 64, 1, 8),
-    LinearTiling(1, 96, 1, 8),
-    LinearTiling(1, 128, 1, 8),
-    LinearTiling(1, 144, 1, 6),
-    LinearTiling(1, 144, 1, 6, cluster=2),
-    LinearTiling(1, 96, 2, 6),
+    LinearTiling(1, 64, 1, 12),
+    LinearTiling(1, 96, 1, 10),
+    LinearTiling(1, 128, 1, 9),
+    LinearTiling(1, 144, 1, 8),
+    LinearTiling(1, 144, 1, 8, cluster=2),
+    LinearTiling(1, 96, 2, 7),
     LinearTiling(1, 192, 2, 5),
     LinearTiling(1, 208, 2, 4),
     LinearTiling(1, 240, 2, 4),
@@ -122,12 +130,7 @@ def tiling_cost(tiling: LinearTiling, rows: int, cols: int, inner: int, rotary: 
 def choose_linear_tiling(rows: int, cols: int, inner: int, may_split: bool = False) -> LinearTiling:
     """The cheapest of `TILINGS` by `tiling_cost`, cut into parts of at least four steps where that may be done."""
     parts = min(MAX_SPLITS, -(-inner // STEP) // 4) if may_split else 1
-    candidates = [
-        replace(t, splits=s)
-        for t in TILINGS
-        for s in range(1, max(parts, 1) + 1)
-        if s == 1 or t.goes_with(Epilogue.PARTIAL, 0)
-    ]
+    candidates = [replace(t, splits=s) for t in TILINGS for s in range(1, max(parts, 1) + 1) if s == 1 or t.may_split]
     return min(candidates, key=lambda t: tiling_cost(t, rows, cols, inner))
 
 

@@ -6,26 +6,18 @@
 // the other multiplies). Blocks of a cluster work on row tiles below each other and share the columns' tile of W, of
 // which each loads a part for all. With `splits` above 1 a tile's contraction is cut in parts, which add up in the reader.
 //
-// Set by the host: MI (row tiles of 64 that a consumer holds), BN (columns of a tile, a multiple of 16), CONSUMERS,
-// PINGPONG, CLUSTER, STAGES, EPILOGUE, the functions mma, pack (two floats as a pair of elements), low and high (a pair's
-// elements); for ROTARY also D (the head dimension, a multiple of 8, of which BN is a multiple).
+// Set by the host: MI (row tiles of 64 that a consumer holds), BM and BN (rows and columns of a tile, BN a multiple of
+// 16), BK (columns of the contraction in a stage, 128 bytes), CONSUMERS, PINGPONG, CLUSTER, STAGES, THREADS, OUT_PITCH
+// (bytes between rows on their way out), EPILOGUE and its possible values, the functions mma, pack (two floats as a pair
+// of elements), low and high (a pair's elements); for ROTARY also D (the head dimension, a multiple of 8, of which BN is
+// a multiple).
 
-#define NONE 0
-#define GELU_TANH 1
-#define GELU_ERF 2
-#define PARTIAL 3
-#define ROTARY 4
-
-#define BK 64
 #define SHARING (PINGPONG ? 1 : CONSUMERS)
-#define BM (64 * MI * SHARING)
-#define THREADS (128 * CONSUMERS + (CONSUMERS > 1 ? 128 : 32))
 #define A_BYTES (BM * 128)
 #define W_BYTES (BN * 128)
 #define STAGE_BYTES (A_BYTES + W_BYTES)
 #define W_PART (BN / CLUSTER)
-// One warp's 16 rows of 64 columns on their way out; the padding keeps the eight rows of a matrix in different banks.
-#define OUT_PITCH 144
+// One warp's 16 rows of 64 columns on their way out.
 #define OUT_BYTES (16 * OUT_PITCH)
 
 __device__ __forceinline__ float activate(float x) {

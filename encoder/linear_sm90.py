@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from encoder import sm90
 from encoder.kernels import TritonOps
 from encoder.linear import (
     MAX_SPLITS,
+    OUT_PITCH,
     STEP,
     TILINGS,
     Epilogue,
@@ -27,28 +26,32 @@ from encoder.linear import (
 _TYPES = (None, None, *(sm90.POINTER,) * 4, sm90.INT, sm90.POINTER, *(sm90.INT,) * 5)
 
 
-def _compile(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> bytes:
-    code = sm90.source(
+def _source(dtype: torch.dtype, head_dim: int, tiling: LinearTiling, epilogue: Epilogue) -> str:
+    return sm90.source(
         "linear_sm90",
         dtype,
         {
+            **{kind.name: int(kind) for kind in Epilogue},
+            "EPILOGUE": int(epilogue),
             "MI": tiling.m64,
+            "BM": tiling.block_m,
             "BN": tiling.block_n,
+            "BK": STEP,
             "CONSUMERS": tiling.consumers,
             "PINGPONG": int(tiling.pingpong),
             "CLUSTER": tiling.cluster,
             "STAGES": tiling.stages,
-            "EPILOGUE": int(epilogue),
+            "THREADS": sm90.threads(tiling.consumers),
+            "OUT_PITCH": OUT_PITCH,
             **({"D": head_dim} if epilogue == Epilogue.ROTARY else {}),
         },
         [sm90.mma("mma", tiling.block_n, dtype, a_in_registers=False)],
     )
-    return sm90.compile_cubin("linear_sm90", code)
 
 
 class HopperOps(TritonOps):
     """`TritonOps` with linear layers of our own, which skip rows past the live ones and, unlike cuBLAS's, start while
-    the kernel before them drains. bfloat16 or float16.
+    the kernel before them drains. bfloat16 or float16, on the current device.
 
     Raises:
         RuntimeError: the kernels cannot be compiled or loaded here.
@@ -56,15 +59,14 @@ class HopperOps(TritonOps):
 
     linears = "hopper-linear"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, head_dim: int) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         super().__init__()
-        torch.cuda.current_stream(device)  # makes the CUDA context that loading needs
+        torch.cuda.current_stream()  # makes the CUDA context that loading needs
         self._dtype, self._head_dim = dtype, head_dim
-        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self._blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._map = functools.lru_cache(maxsize=4096)(self._encode_map)
         kinds = [(t, e) for t in TILINGS for e in Epilogue if t.goes_with(e, head_dim)]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            cubins = list(pool.map(lambda kind: _compile(dtype, head_dim, *kind), kinds))
+        cubins = sm90.compile_cubins("linear_sm90", [_source(dtype, head_dim, *kind) for kind in kinds])
         # All of them now, so that what cannot be loaded fails here and not in a capture.
         self._kernels: dict[tuple[LinearTiling, Epilogue], sm90.Kernel] = {}
         for (tiling, epilogue), cubin in zip(kinds, cubins, strict=True):
@@ -143,21 +145,30 @@ class HopperOps(TritonOps):
         tiling: LinearTiling | None = None,
         rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[rows, out], or float32 [splits, rows, out] of partial sums.
+        """x @ weight.T + bias and the epilogue: [rows, out], or float32 [splits, rows, out] of partial sums.
 
         Args:
-            tiling: with no more splits than the contraction has steps; more than one for partial sums only.
-            rotary: cos and sin, for that epilogue.
+            x, weight, bias: [rows, in], [out, in], [out].
+            live: int32 [1], the rows that count; results past them are left as they are.
+            out: to write into; made if None.
+            tiling: one of `TILINGS` that goes with the epilogue, with no more splits than the contraction has steps;
+                more than one for partial sums only. Chosen if None.
+            rotary: cos and sin, float32 [rows, head_dim / 2], for that epilogue.
+
+        Raises:
+            KeyError: there is no such tiling.
         """
         (rows, inner), cols = x.shape, len(weight)
         tiling = tiling or choose_linear_tiling(rows, cols, inner)
-        if epilogue == Epilogue.PARTIAL:
-            out = torch.empty(tiling.splits, rows, cols, dtype=torch.float32, device=x.device)
-        elif out is None:
-            # What comes out of a GELU is read by nothing but the next linear layer.
-            aligned = epilogue in (Epilogue.GELU_TANH, Epilogue.GELU_ERF)
-            out = _aligned(rows, cols, x) if aligned else torch.empty(rows, cols, dtype=x.dtype, device=x.device)
         kernel = self._kernels[tiling, epilogue]
+        if out is None:
+            if epilogue == Epilogue.PARTIAL:
+                out = torch.empty(tiling.splits, rows, cols, dtype=torch.float32, device=x.device)
+            elif epilogue in (Epilogue.GELU_TANH, Epilogue.GELU_ERF):
+                # Read by nothing but the next linear layer.
+                out = _aligned(rows, cols, x)
+            else:
+                out = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
         kernel.launch(
             kernel.config(
                 (tiling.grid(rows, cols, self._blocks), 1),

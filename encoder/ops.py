@@ -17,10 +17,13 @@ EPS = 1e-6
 
 
 class TorchOps:
-    """`live` is int32 [1] on the device: rows of a result from that one on may be left unwritten.
+    """The operations in plain PyTorch, and the interface of the faster ones.
 
-    A linear layer may read its `weight` and `live` early: no kernel that may still run then may write them, neither the
-    one launched right before it nor, past other linear layers, the one before those.
+    Tensors are of one dtype where none is given, and contiguous; rows that a linear layer reads or writes may be
+    further apart. `live` is int32 [1] on the device: rows of a result from that one on may be left unwritten.
+
+    Weights, biases and `live` may be read while earlier kernels still run: nothing that takes part in programmatic
+    dependent launch may write them.
     """
 
     linears = "torch"
@@ -38,13 +41,13 @@ class TorchOps:
         live: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias, into `out` if given: x [rows, in], weight [out, in], bias [out]."""
+        """x @ weight.T + bias [rows, out], into `out` if given: x [rows, in], weight [out, in], bias [out]."""
         return F.linear(x, weight, bias) if out is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def linear_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor, approximate: str = "tanh"
     ) -> torch.Tensor:
-        """GELU of x @ weight.T + bias: its tanh form, or the exact one where `approximate` is "none"."""
+        """GELU of x @ weight.T + bias [rows, out]: its tanh form, or the exact one where `approximate` is "none"."""
         return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
     def add_layer_norm(
@@ -86,7 +89,7 @@ class TorchOps:
         return qkv
 
     def rotary_(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotates q and k of qkv [rows, 3, heads, head_dim] in place."""
+        """Rotates q and k of qkv [rows, 3, heads, head_dim] in place; cos, sin: float32 [rows, head_dim / 2]."""
         qk = qkv[:, :2].float()
         first, second = qk.chunk(2, dim=-1)
         cos, sin = cos[:, None, None], sin[:, None, None]
@@ -98,15 +101,15 @@ class TorchOps:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchOps:
-    """The implementation to serve with on `device` with `dtype`."""
+    """The implementation to serve with on `device`, which must be the current one, with `dtype`."""
     if runs_hopper_kernels(device, dtype, head_dim):
-        from encoder.linear_sm90 import HopperOps
-
         try:
-            return HopperOps(dtype, device, head_dim)
-        except (RuntimeError, OSError) as error:
-            # A driver, run-time compiler or cache folder that does not take the kernels is no reason not to serve.
-            logger.warning("the Hopper linear layers cannot be used: %s", error)
+            from encoder.linear_sm90 import HopperOps
+
+            return HopperOps(dtype, head_dim)
+        except Exception as error:
+            # Bindings, a driver or a run-time compiler that do not take the kernels are no reason not to serve.
+            logger.warning("the Hopper linear layers cannot be used: %r", error)
     if has_triton(device):
         from encoder.kernels import TritonOps
 

@@ -114,7 +114,13 @@ class Qwen3VLVisionEncoder(nn.Module):
         self.requires_grad_(False)
 
     def finalize(self, device: torch.device, dtype: torch.dtype) -> Qwen3VLVisionEncoder:
-        """Moves the weights and picks the kernels. Call it once, after loading."""
+        """Moves the weights and picks the kernels. Call it once, after loading.
+
+        Raises:
+            ValueError: a CUDA device that is not the current one, on which kernels are loaded and launched.
+        """
+        if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+            raise ValueError(f"{device} must be the current CUDA device")
         self.to(device=device, dtype=dtype)
         self._mean, self._std = self._mean.to(device), self._std.to(device)
         self.device, self.dtype = device, dtype

@@ -7,8 +7,9 @@ import ctypes
 import functools
 import hashlib
 import os
-import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 
 _HERE = Path(__file__).parent
+_OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"--use_fast_math")
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _UNPACK = {
     "bf16": (
@@ -90,14 +92,14 @@ def compile_cubin(name: str, code: str) -> bytes:
         CudaError: with the compiler's log.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal"
-    version = "-".join(map(str, call(nvrtc.nvrtcVersion())))
-    path = cache / f"{name}-{hashlib.sha256((version + code).encode()).hexdigest()[:24]}.cubin"
-    if path.is_file():
+    compiler = [*map(str, call(nvrtc.nvrtcVersion())), *(option.decode() for option in _OPTIONS)]
+    path = cache / f"{name}-{hashlib.sha256(' '.join([*compiler, code]).encode()).hexdigest()[:24]}.cubin"
+    # A cache that cannot be read or written costs a start its time, no more.
+    with contextlib.suppress(OSError):
         return path.read_bytes()
     program = call(nvrtc.nvrtcCreateProgram(code.encode(), f"{name}.cu".encode(), 0, [], []))
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", b"--use_fast_math"]
     try:
-        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), list(_OPTIONS))
         if int(error) != 0:
             log = b" " * call(nvrtc.nvrtcGetProgramLogSize(program))
             call(nvrtc.nvrtcGetProgramLog(program, log))
@@ -106,13 +108,21 @@ def compile_cubin(name: str, code: str) -> bytes:
         call(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         call(nvrtc.nvrtcDestroyProgram(program))
-    # A cache that cannot be written costs the next start its time, no more.
+    scratch = cache / f"{path.name}.{os.getpid()}.{threading.get_ident()}"
     with contextlib.suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as scratch:
-            scratch.write(cubin)
-        os.replace(scratch.name, path)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            scratch.write_bytes(cubin)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
     return cubin
+
+
+def compile_cubins(name: str, codes: Sequence[str]) -> list[bytes]:
+    """`compile_cubin` of several, on all cores that this process may use."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(functools.partial(compile_cubin, name), codes))
 
 
 def threads(consumers: int) -> int:
@@ -137,6 +147,8 @@ class Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call(driver.cuFuncSetAttribute(self._function, limit, self.shared_bytes))
         self.config = functools.lru_cache(maxsize=256)(self._config)
+        # Bindings that lack a name that a launch needs fail here.
+        self.config((1, 1), 0)
 
     def _config(self, grid: tuple[int, int], stream: int, cluster: int = 1) -> Any:
         """A launch on `stream`, a CUDA stream's handle, that may start while the kernel before it still runs."""

@@ -67,7 +67,7 @@ def check(out: torch.Tensor, qkv: torch.Tensor, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_values(kind: str, dtype: torch.dtype, head_dim: int, layout: str) -> None:
     """Exactly full; and with empty slots and rows of NaN after the last segment, as a padded graph has them."""
@@ -82,7 +82,7 @@ def test_values(kind: str, dtype: torch.dtype, head_dim: int, layout: str) -> No
 
 
 @pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_a_segment_does_not_reach_its_neighbours(kind: str, dtype: torch.dtype, head_dim: int, rubbish: float) -> None:
     attention = make_attention(kind, dtype, head_dim)
@@ -110,7 +110,7 @@ def test_small_and_large_scores(dtype: torch.dtype, scale: float) -> None:
     assert relative_error(out, expected) < 2 * BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_one_captured_graph_serves_every_layout(kind: str, dtype: torch.dtype, head_dim: int) -> None:
     rows, slots = 1024, 32

@@ -10,6 +10,10 @@ class Stub:
         pass
 
 
+# In place of a class: its module raises ImportError.
+UNIMPORTABLE = None
+
+
 class Hopper(Stub):
     pass
 
@@ -17,11 +21,6 @@ class Hopper(Stub):
 class Broken(Stub):
     def __init__(self, *_: Any) -> None:
         raise RuntimeError("no such instruction")
-
-
-class Unsearchable(Stub):
-    def __init__(self, *_: Any) -> None:
-        raise PermissionError("~/.cache")
 
 
 class Portable(Stub):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from encoder import attention
 from encoder.attention import (
+    TILINGS,
     FlashAttention4,
     FlashVarlen,
     SegmentSdpa,
@@ -23,7 +24,7 @@ from encoder.attention import (
     missing_package,
 )
 from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets, timed_eager_sizes
-from tests.unit.encoder.stubs import Broken, Hopper, Portable, Stub, Unsearchable
+from tests.unit.encoder.stubs import UNIMPORTABLE, Broken, Hopper, Portable, Stub
 
 
 def test_default_budgets_on_a_cpu_are_powers_of_two() -> None:
@@ -88,6 +89,12 @@ def test_attention_is_cut_by_rows_and_slots(rows: int, num_seqs: int, tiling: Ti
     assert choose_tiling(rows, num_seqs) == tiling
 
 
+def test_the_tilings_of_attention_are_those_that_are_chosen() -> None:
+    # The kernels of these are compiled when a tower is loaded, and no others.
+    chosen = {choose_tiling(rows, seqs) for rows in range(4, 66_000, 36) for seqs in (1, 8, 16, 33, 128)}
+    assert chosen - {None} == set(TILINGS)
+
+
 CUDA = frozenset({"cuda", "cuda.bindings"})
 FLASH = frozenset({"flash_attn", "flash_attn.cute"})
 
@@ -102,7 +109,7 @@ FLASH = frozenset({"flash_attn", "flash_attn.cute"})
         ((8, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
         ((10, 0), torch.bfloat16, 72, Hopper, CUDA, Portable),
         ((9, 0), torch.bfloat16, 72, Broken, CUDA, Portable),
-        ((9, 0), torch.bfloat16, 72, Unsearchable, CUDA, Portable),
+        ((9, 0), torch.bfloat16, 72, UNIMPORTABLE, CUDA, Portable),
         ((9, 0), torch.bfloat16, 72, Hopper, {"cuda"}, Portable),
         # flash-attn-4 serves where the kernel for Hopper does not run.
         ((9, 0), torch.bfloat16, 72, Hopper, CUDA | FLASH, Hopper),
@@ -121,7 +128,7 @@ def test_the_attention_of_a_gpu(
     capability: tuple[int, int],
     dtype: torch.dtype,
     head_dim: int,
-    hopper: type,
+    hopper: type | None,
     packages: set[str],
     chosen: type,
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +137,8 @@ def test_the_attention_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if name in packages else None)
     monkeypatch.setattr(attention, "FlashAttention4", type("FlashAttention4", (Stub,), {}))
-    monkeypatch.setitem(sys.modules, "encoder.attention_sm90", SimpleNamespace(HopperVarlen=hopper))
+    module: Any = SimpleNamespace(HopperVarlen=hopper) if hopper else None
+    monkeypatch.setitem(sys.modules, "encoder.attention_sm90", module)
     monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonVarlen=Portable))
     assert type(choose_attention(torch.device("cuda"), dtype, head_dim)).__name__ == chosen.__name__
 

@@ -254,6 +254,14 @@ def test_unknown_modality_is_named(tiny: Qwen3VLVisionEncoder, modality: Any) ->
         tiny.prepare_encoder_cudagraph_capture_inputs(16, 1, CPU, torch.float32, modality)
 
 
+def test_a_gpu_that_is_not_the_current_one_is_refused(
+    tiny: Qwen3VLVisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match="cuda:1 must be the current CUDA device"):
+        Qwen3VLVisionEncoder(tiny.config).finalize(torch.device("cuda:1"), torch.float32)
+
+
 def test_a_large_mixed_batch(tiny: Qwen3VLVisionEncoder, reference: Reference) -> None:
     manager = EncoderCudaGraphManager(tiny, {"image": [16, 64], "video": [32, 64]}, 4, CPU, torch.float32)
     manager.capture()
