@@ -5,9 +5,10 @@ python -m benchmarks.encoder [--model full|tiny] [--quick] [--compile SECONDS] [
 Writes DIR/encoder-<model>-<device>.json and the Markdown made from it, and prints the Markdown. A part that fails is
 listed in both and leaves the others alone.
 
-GPU times are CUDA event pairs around each repetition: median, 10th and 90th percentile. The weights of the full tower
-are many times the L2 cache, so each replay reads them from memory; served rows rotate over several inputs as well.
-A row whose package is not installed says so.
+GPU times are CUDA event pairs around each repetition: median, 10th and 90th percentile. Graphs and what is served on
+the device take turns, column by column, all timed alike: back to back, with the host's enqueueing hidden. The weights
+of the full tower are many times the L2 cache, so each replay reads them from memory; served rows rotate over several
+inputs as well. A row whose package is not installed says so.
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 MAX_BATCH_SIZE = 16
 ROTATED = 4
+ROUNDS = 6  # in which the rows of a column take turns
 SLOTS = 64  # segments that the graph of the "as vLLM does it" row has room for
 COMPILED = "transformers compiled, best mode"
 PACKED = "flash_torch_varlen"
+EAGER = {"transformers eager, sdpa": "sdpa", "transformers eager, packed attention": PACKED}
+SERVED = "ours as served"
 Grid = tuple[int, int, int]
 
 
@@ -136,55 +140,97 @@ class Clock:
         for _ in range(warm):
             run()
         self.synchronize()
-        started = time.perf_counter()
-        run()
-        self.synchronize()
-        return int(min(max(self.seconds / (time.perf_counter() - started), 7), 200))
+        return self._fitting(self._once(run)[1])
 
     def busy(self, run: Callable[[], object], warm: int = 3) -> dict[str, float]:
-        """Milliseconds of device time, repetitions back to back."""
-        if not self.cuda:
-            return self.wall(run, warm)
-        marks = []
-        for _ in range(self.repeats(run, warm)):
-            marks.append(self._between(run))
-        self.synchronize()
-        return summary([start.elapsed_time(end) for start, end in marks])
-
-    def queued(self, run: Callable[[], object], warm: int = 3) -> dict[str, float]:
-        """As `busy`, with the host's enqueueing hidden behind a wait on the device: what a full queue would see."""
-        if not self.cuda:
-            return self.wall(run, warm)
-        count = self.repeats(run, warm)
-        started = time.perf_counter()
-        run()
-        # 2 GHz is above the clock of any GPU, so the wait is at least twice the host's time.
-        cycles = int(min(2 * (time.perf_counter() - started) + 1e-3, 0.1) * 2e9)
-        values = []
-        for _ in range(count):
-            self.synchronize()
-            torch.cuda._sleep(cycles)
-            start, end = self._between(run)
-            self.synchronize()
-            values.append(start.elapsed_time(end))
-        return summary(values)
+        """Milliseconds of device time, repetitions back to back; a host that enqueues more slowly shows."""
+        return summary(self.turn(run, self.repeats(run, warm)))
 
     def wall(self, run: Callable[[], object], warm: int = 3) -> dict[str, float]:
         """Milliseconds from an idle device until it is idle again."""
-        values = []
-        for _ in range(self.repeats(run, warm)):
-            started = time.perf_counter()
-            run()
-            self.synchronize()
-            values.append((time.perf_counter() - started) * 1e3)
-        return summary(values)
+        return summary([self._once(run)[1] * 1e3 for _ in range(self.repeats(run, warm))])
 
-    def _between(self, run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    def turn(
+        self, run: Callable[[], object], calls: int, ahead: Callable[[], object] | None = None, wait: float = 0.0
+    ) -> list[float]:
+        """Milliseconds of device time of `calls` calls back to back, after an untimed one; on a CPU wall time.
+
+        Args:
+            ahead: the untimed call; None: `run`.
+            wait: seconds that the device waits first, while the host enqueues.
+        """
+        if not self.cuda:
+            (ahead or run)()
+            return [self._once(run)[1] * 1e3 for _ in range(calls)]
+        # 2 GHz is above the clock of any GPU, so the wait is no shorter.
+        torch.cuda._sleep(int(wait * 2e9))
+        (ahead or run)()
+        marks = []
+        for _ in range(calls):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            marks.append((start, end))
+        self.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+    def plan(self, run: Callable[[], object], ahead: Callable[[], object]) -> tuple[int, float]:
+        """Calls of a turn, a share of the repetitions that fill the time, and the wait that hides their enqueueing."""
+        ahead()
+        self.synchronize()
+        before, _ = self._once(ahead)
+        host, whole = self._once(run)
+        calls = -(-self._fitting(whole) // ROUNDS)
+        host = max(host, before)
+        # The host may take twice as long as now. The device needs a lead of the untimed call, and for each timed one of
+        # what it does not work on meanwhile.
+        return calls, min(1e-3 + 2 * host + calls * max(2 * host - (whole - host), 0), 0.2)
+
+    def _once(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until the host is done, and until an idle device is idle again."""
+        started = time.perf_counter()
         run()
-        end.record()
-        return start, end
+        host = time.perf_counter() - started
+        self.synchronize()
+        return host, time.perf_counter() - started
+
+    def _fitting(self, seconds: float) -> int:
+        return int(min(max(self.seconds / seconds, 7), 200))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a row runs in one column. ahead: the untimed call of a turn; cell: what is reported beside the times."""
+
+    name: str
+    run: Callable[[], object]
+    ahead: Callable[[], object]
+    cell: dict[str, Any]
+
+
+def turns(rows: int, rounds: int) -> list[int]:
+    """The row of each turn: in every round each row once, in each round starting one further on."""
+    return [(first + i) % rows for first in range(rounds) for i in range(rows)]
+
+
+def interleave(
+    rows: Sequence[Timed], clock: Clock, guard: Callable[[str], contextlib.AbstractContextManager[None]]
+) -> dict[str, list[float]]:
+    """Milliseconds of every repetition by row, all rows in turns and with the same wait; a row that fails drops out."""
+    times: dict[str, list[float]] = {}
+    calls, wait = {}, 0.0
+    for row in rows:
+        with guard(row.name):
+            calls[row.name], needed = clock.plan(row.run, row.ahead)
+            wait, times[row.name] = max(wait, needed), []
+    for index in turns(len(rows), ROUNDS):
+        row = rows[index]
+        found = times.pop(row.name, None)
+        if found is not None:
+            with guard(row.name):
+                times[row.name] = found + clock.turn(row.run, calls[row.name], row.ahead, wait)
+    return times
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -326,6 +372,37 @@ class BatchGraph:
     graph: CapturedGraph
     output: torch.Tensor
     keep: tuple[Any, ...]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class GraphRow:
+    """A row of graphs, each of its column's batch. budget: from the tokens; None: the exact shape."""
+
+    name: str
+    attention: Attention
+    ops: TorchOps
+    budget: Callable[[int], int] | None = None
+    slots: Callable[[Column], int] | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """Rows of what a replica does with the batches of `columns`. pieces: each item is cut into so many of equal length
+    in time."""
+
+    name: str
+    runner: EncoderRunner
+    columns: Sequence[Column]
+    pieces: int = 1
+
+    def batches(self, column: Column) -> list[list[np.ndarray]]:
+        return [
+            [piece for frames in column.frames(seed) for piece in np.split(frames, self.pieces)]
+            for seed in range(ROTATED)
+        ]
 
 
 def power_of_two(tokens: int) -> int:
@@ -476,23 +553,36 @@ class Report:
             "seconds": {},
         }
 
+    def place(self, *rows: str) -> None:
+        """Gives the rows their places in the table, next in order."""
+        for row in rows:
+            self.data["rows"].setdefault(row, {})
+
     def cell(self, row: str, column: Column, timing: dict[str, Any]) -> None:
-        self.data["rows"].setdefault(row, {})[column.name] = timing
+        self.place(row)
+        self.data["rows"][row][column.name] = timing
 
     def absent(self, row: str, reason: str) -> None:
-        """Keeps the row's place in the table."""
-        self.data["rows"].setdefault(row, {})
+        self.place(row)
         self.data["absent"][row] = reason
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+    def guard(self, name: str) -> Iterator[None]:
+        """Lists a failure and goes on."""
         try:
             yield
         except Exception as error:
             trace = traceback.format_exc()
             self.data["failures"].append({"part": name, "error": repr(error)[:500], "trace": trace[-3000:]})
             print(f"FAILED {name}: {error!r}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """As `guard`; takes the time, frees memory and writes the report."""
+        started = time.perf_counter()
+        try:
+            with self.guard(name):
+                yield
         finally:
             self.data["seconds"][name] = round(time.perf_counter() - started, 2)
             print(f"[{self.data['seconds'][name]:7.2f} s] {name}", file=sys.stderr, flush=True)
@@ -537,10 +627,7 @@ class Benchmark:
         self.theirs.config._attn_implementation = "sdpa"
 
     def reference_eager(self) -> None:
-        for name, implementation in (
-            ("transformers eager, sdpa", "sdpa"),
-            ("transformers eager, packed attention", PACKED),
-        ):
+        for name, implementation in EAGER.items():
             self.theirs.config._attn_implementation = implementation
             for column in self.columns:
                 patches, grids = self.patches(column).to(self.dtype), self.grids[column]
@@ -565,7 +652,7 @@ class Benchmark:
                     reason = f"not done within {seconds:g} s"
                 except subprocess.CalledProcessError as error:
                     reason = f"exit code {error.returncode}: {' '.join(log.read_text()[-600:].split())}"
-            cells = self.report.data["rows"].setdefault(COMPILED, {})
+            cells = self.report.data["rows"][COMPILED]
             for line in lines.read_text().splitlines():
                 cell = json.loads(line)
                 if "error" in cell:
@@ -577,73 +664,81 @@ class Benchmark:
             else:
                 del self.report.data["absent"][COMPILED]
 
-    def graph(
-        self,
-        row: str,
-        attention: Attention,
-        ops: TorchOps,
-        budget: Callable[[int], int] | None = None,
-        slots: Callable[[Column], int] | None = None,
-    ) -> None:
-        """A row of graphs, each of its column's batch. budget: from the tokens; None: the exact shape."""
-        for column in self.columns:
-            with self.report.part(f"{row}, {column.name}"):
-                room = budget(column.tokens) if budget else None
-                segments = slots(column) if slots else None
-                captured = capture_batch(self.ours, column, self.inputs[column], attention, ops, room, segments)
-                captured.output.fill_(float("nan"))
-                captured.graph.replay()
-                self.clock.synchronize()
-                errors = self._errors(column, captured.output[: column.tokens])
-                timing = self.clock.busy(captured.graph.replay)
-                self.report.cell(row, column, {**timing, "errors": errors, "budget": room or column.tokens})
-                del captured
+    def capture(self, row: GraphRow, column: Column) -> list[Timed]:
+        """The row's graph of the column's batch, checked; none if it failed."""
+        with self.report.part(f"{row.name}, {column.name}"):
+            room = row.budget(column.tokens) if row.budget else None
+            segments = row.slots(column) if row.slots else None
+            graph = capture_batch(self.ours, column, self.inputs[column], row.attention, row.ops, room, segments)
+            graph.output.fill_(float("nan"))
+            graph.replay()
+            self.clock.synchronize()
+            errors = self._errors(column, graph.output[: column.tokens])
+            cell = {"errors": errors, "budget": room or column.tokens}
+            return [Timed(row.name, graph.replay, graph.replay, cell)]
+        return []
 
     def _errors(self, column: Column, rows: torch.Tensor) -> list[float] | None:
         if column not in self.expected:
             return None
         return level_errors(split_levels(rows, self.levels), self.expected[column])
 
-    def served(self, row: str, manager: EncoderCudaGraphManager, columns: Sequence[Column], pieces: int = 1) -> None:
-        """Rows of what a replica does with a batch. pieces: cut each item into so many of equal length in time."""
-        runner = EncoderRunner(manager.model, manager)  # type: ignore[arg-type]
-        for column in columns:
-            with self.report.part(f"{row}, {column.name}"):
-                batches = [
-                    [piece for frames in column.frames(seed) for piece in np.split(frames, pieces)]
-                    for seed in range(ROTATED)
-                ]
-                self._served_on_device(row, manager, column, batches)
-                self._served_from_host(row, runner, column, batches)
+    def check_served(self, served: Served, column: Column, batches: Sequence[list[np.ndarray]]) -> list[Timed]:
+        """What the manager does with the column's batches on the device, and its replay alone if it is one; none if
+        that failed."""
+        with self.report.part(f"{served.name}, {column.name}"):
+            manager = served.runner.manager
+            placed = [batch_of(column, [torch.from_numpy(f).to(self.device) for f in batch]) for batch in batches]
+            before = manager.stats()
+            outputs = manager.execute_items(placed[0])
+            after = manager.stats()
+            replays = after["replays"] - before["replays"]
+            used = after["used_tokens"] - before["used_tokens"]
+            turn = itertools.cycle(placed)
 
-    def _served_on_device(
-        self, row: str, manager: EncoderCudaGraphManager, column: Column, batches: Sequence[list[np.ndarray]]
-    ) -> None:
-        placed = [batch_of(column, [torch.from_numpy(f).to(self.device) for f in batch]) for batch in batches]
-        before = manager.stats()
-        outputs = manager.execute_items(placed[0])
-        after = manager.stats()
-        replays = after["replays"] - before["replays"]
-        used = after["used_tokens"] - before["used_tokens"]
-        turn = itertools.cycle(placed)
-        details = {
-            "budgets": sorted({o.budget for o in outputs if o.budget is not None}),
-            "replays": replays,
-            "reasons": sorted({o.reason for o in outputs if o.reason is not None}),
-            "padding": (after["budget_tokens"] - before["budget_tokens"]) / used if used else None,
-            "errors": self._errors(column, torch.cat([o.embeddings for o in outputs])),
-            "from_idle": self.clock.wall(lambda: manager.execute_items(next(turn))),
-        }
-        self.report.data["served"].setdefault(row, {})[column.name] = details
-        self.report.cell(f"{row}: GPU time", column, self.clock.queued(lambda: manager.execute_items(next(turn))))
-        if replays == 1:
-            # The last batch's metadata is still in the buffers.
-            graph = manager.budget_graphs[column.modality][details["budgets"][0]].graph
-            self.report.cell(f"{row}: its replay alone", column, self.clock.busy(graph.replay))
+            def run() -> None:
+                manager.execute_items(next(turn))
 
-    def _served_from_host(
-        self, row: str, runner: EncoderRunner, column: Column, batches: Sequence[list[np.ndarray]]
-    ) -> None:
+            details = {
+                "budgets": sorted({o.budget for o in outputs if o.budget is not None}),
+                "replays": replays,
+                "reasons": sorted({o.reason for o in outputs if o.reason is not None}),
+                "padding": (after["budget_tokens"] - before["budget_tokens"]) / used if used else None,
+                "errors": self._errors(column, torch.cat([o.embeddings for o in outputs])),
+                "from_idle": self.clock.wall(run),
+            }
+            self.report.data["served"].setdefault(served.name, {})[column.name] = details
+            timed = [Timed(f"{served.name}: GPU time", run, run, {})]
+            if replays == 1:
+                graph = manager.budget_graphs[column.modality][details["budgets"][0]].graph
+                # The untimed call leaves the batch's metadata in the buffers.
+                timed.append(Timed(f"{served.name}: its replay alone", graph.replay, run, {}))
+            return timed
+        return []
+
+    def measure(self, column: Column, rows: Sequence[GraphRow], served: Sequence[Served]) -> None:
+        """A column: all its graphs are captured and timed in turns with what is served, and freed."""
+        timed = [made for row in rows for made in self.capture(row, column)]
+        checked = []
+        for each in served:
+            batches = each.batches(column)
+            made = self.check_served(each, column, batches)
+            timed += made
+            if made:
+                checked.append((each, batches))
+        with self.report.part(f"timing, {column.name}"):
+            cells = {row.name: row.cell for row in timed}
+            times = interleave(timed, self.clock, lambda row: self.report.guard(f"{row}, {column.name}"))
+            for row, found in times.items():
+                self.report.cell(row, column, {**summary(found), **cells[row]})
+            # The part then frees the graphs.
+            timed.clear()
+        for each, batches in checked:
+            with self.report.part(f"{each.name}: wall, host to host, {column.name}"):
+                self._served_from_host(each, column, batches)
+
+    def _served_from_host(self, served: Served, column: Column, batches: Sequence[list[np.ndarray]]) -> None:
+        row, runner = served.name, served.runner
         requests = itertools.cycle([[EncodeRequest(frames) for frames in batch] for batch in batches])
         submitted: list[float] = []
 
@@ -696,12 +791,18 @@ class Benchmark:
 
             found[column.name] = {"cached": self.clock.wall(fill), "uncached": self.clock.wall(uncached)}
 
-    def graphs(self) -> None:
-        """The rows of graphs that are made for one batch, ours last."""
+    def graph_rows(self) -> list[GraphRow]:
+        """The rows of graphs that are made for one batch, ours last, each in its place in the report."""
+        rows: list[GraphRow] = []
+
+        def add(row: GraphRow) -> None:
+            self.report.place(row.name)
+            rows.append(row)
+
         ours, own, device = self.ours.attention, self.ours.ops, self.device
         ops: TorchOps = TorchOps()
         flash: Attention = FlashVarlen() if self.clock.cuda else SegmentSdpa()
-        self.graph(f"plain graph, exact shape, {flash.name}", flash, ops)
+        add(GraphRow(f"plain graph, exact shape, {flash.name}", flash, ops))
         if has_triton(device):
             from encoder.kernels import TritonOps
 
@@ -709,7 +810,7 @@ class Benchmark:
             ops = TritonOps()
         exact = "fused graph, exact shape"
         if self.clock.cuda:
-            self.graph(f"{exact}, cudnn-dense", CudnnDense(), ops)
+            add(GraphRow(f"{exact}, cudnn-dense", CudnnDense(), ops))
         else:
             self.report.absent(f"{exact}, cudnn-dense", "needs CUDA")
         four = f"{exact}, flash-attn-4"
@@ -719,64 +820,84 @@ class Benchmark:
                 four, f"the package flash-attn-4 (module {lacking}) is not installed" if lacking else "needs CUDA"
             )
         else:
+            self.report.place(four)
             with self.report.part("load flash-attn-4"):
-                self.graph(four, FlashAttention4(self.ours.config.head_dim, self.dtype, device), ops)
+                add(GraphRow(four, FlashAttention4(self.ours.config.head_dim, self.dtype, device), ops))
         if has_triton(device):
             from encoder.kernels import TritonVarlen
 
             if ours.name != TritonVarlen.name:
-                self.graph(f"{exact}, {TritonVarlen.name}", TritonVarlen(), ops)
+                add(GraphRow(f"{exact}, {TritonVarlen.name}", TritonVarlen(), ops))
         else:
             self.report.absent(f"{exact}, triton-varlen", "needs Triton and CUDA")
-        self.graph(f"{exact}, {flash.name}", flash, ops)
-        self.graph(f"the same in a power-of-two budget, {flash.name}", flash, ops, power_of_two, manager_slots)
-        self.graph(
-            f"as vLLM does it: {flash.name}, torch norms and GELU, power-of-two budget, {SLOTS} slots",
-            flash,
-            TorchNormsAndGelu(ops),
-            power_of_two,
-            lambda column: SLOTS,
+        add(GraphRow(f"{exact}, {flash.name}", flash, ops))
+        add(GraphRow(f"the same in a power-of-two budget, {flash.name}", flash, ops, power_of_two, manager_slots))
+        add(
+            GraphRow(
+                f"as vLLM does it: {flash.name}, torch norms and GELU, power-of-two budget, {SLOTS} slots",
+                flash,
+                TorchNormsAndGelu(ops),
+                power_of_two,
+                lambda column: SLOTS,
+            )
         )
         if own.linears != ops.linears:
-            self.graph(f"{exact}, {ours.name}", ours, ops)
-        self.graph(f"ours, exact shape, {ours.name}, {own.linears}", ours, own)
-        self.graph(f"ours in a power-of-two budget, {ours.name}, {own.linears}", ours, own, power_of_two, manager_slots)
+            add(GraphRow(f"{exact}, {ours.name}", ours, ops))
+        add(GraphRow(f"ours, exact shape, {ours.name}, {own.linears}", ours, own))
+        add(
+            GraphRow(
+                f"ours in a power-of-two budget, {ours.name}, {own.linears}", ours, own, power_of_two, manager_slots
+            )
+        )
+        return rows
+
+    def managers(self) -> list[Served]:
+        """The served rows, each in its place in the report, of managers that are captured."""
+        served: list[Served] = []
+        short = [c for c in self.columns if c.grids[0][0] <= self.ours.t_capture]
+        pieces = {c: c.grids[0][0] // self.ours.t_capture for c in self.columns if c not in short}
+        cut = {c: f"{SERVED}, {count} videos of t={self.ours.t_capture}" for c, count in pieces.items()}
+        for row in (SERVED, *cut.values()):
+            self.report.place(f"{row}: GPU time", f"{row}: its replay alone", f"{row}: wall, host to host")
+        with self.report.part("capture"):
+            manager = make_manager(self.model, self.ours)
+            manager.capture()
+            self.report.data["manager"] = manager.stats()
+            runner = EncoderRunner(self.ours, manager)
+            served.append(Served(SERVED, runner, short))
+            served += [Served(row, runner, [column], pieces[column]) for column, row in cut.items()]
+        for column in pieces:
+            t = column.grids[0][0]
+            with self.report.part(f"capture, t_capture {t}"):
+                state = self.theirs.state_dict()
+                encoder = build_encoder(TOWERS[self.model], state, self.device, self.dtype, t_capture=t)
+                manager = make_manager(self.model, encoder, ("video",))
+                manager.capture()
+                # The same row as the others': the column's name tells t.
+                served.append(Served(SERVED, EncoderRunner(encoder, manager), [column]))
+        return served
 
     def run(self, quick: bool, compile_seconds: float) -> None:
         part = self.report.part
+        self.report.place("floor", *EAGER)
+        # Measured last, so that a run cut short keeps the rest.
+        self.report.absent(COMPILED, "not measured")
         with part("floor"):
             self.floor()
         with part("reference values"):
             self.reference_values()
         with part("transformers eager"):
             self.reference_eager()
-        # Its place in the table; measured last, so that a run cut short keeps the rest.
-        self.report.absent(COMPILED, "not measured")
         self.report.data |= {"attention": self.ours.attention.name, "linears": self.ours.ops.linears}
-        self.graphs()
-        long = [c for c in self.columns if c.grids[0][0] > self.ours.t_capture]
-        short = [c for c in self.columns if c not in long]
-        with part("capture"):
-            manager = make_manager(self.model, self.ours)
-            manager.capture()
-            self.report.data["manager"] = manager.stats()
-            self.served("ours as served", manager, short)
-            for column in long:
-                pieces = column.grids[0][0] // self.ours.t_capture
-                self.served(f"ours as served, {pieces} videos of t={self.ours.t_capture}", manager, [column], pieces)
+        rows, served = self.graph_rows(), self.managers()
+        for column in self.columns:
+            self.measure(column, rows, [each for each in served if column in each.columns])
+        managers = {each.runner.encoder: each.runner.manager for each in served}
+        if self.ours in managers:
             with part("metadata fill"):
-                self.metadata(manager)
+                self.metadata(managers[self.ours])
+        for manager in managers.values():
             manager.clear()
-            del manager
-        for column in long:
-            with part(f"capture, t_capture {column.grids[0][0]}"):
-                state, t = self.theirs.state_dict(), column.grids[0][0]
-                encoder = build_encoder(TOWERS[self.model], state, self.device, self.dtype, t_capture=t)
-                long_manager = make_manager(self.model, encoder, ("video",))
-                long_manager.capture()
-                # The same row as the others': the column's name tells t.
-                self.served("ours as served", long_manager, [column])
-                long_manager.clear()
         if not quick:
             with part("capture in fresh processes"):
                 self.report.data["capture"] = capture_in_fresh_processes(self.model, self.device)
@@ -892,7 +1013,12 @@ def markdown(data: dict[str, Any]) -> str:
             f"- measured here: {found['matmul_tflops']:.4g} TFLOP/s ({found['matmul_side']}^3 product), "
             f"{found['copy_gbs']:.4g} GB/s (copy, read and written)"
         )
-    lines += ["", "Milliseconds, median (10th to 90th percentile).", ""]
+    lines += [
+        "",
+        "Milliseconds, median (10th to 90th percentile). Graphs and what is served on the device take turns, column by "
+        "column, all timed alike: back to back, with the host's enqueueing hidden.",
+        "",
+    ]
     absent = data["absent"]
     body = [
         [name, *(_time(cells.get(c)) or ("n/a" if name in absent else "") for c in columns)]
