@@ -90,6 +90,8 @@ class LinearTiling:
         return min(tiles, multiprocessors // self.cluster) * self.cluster
 
 
+# About as many stages as fit, since a launch fills them while the kernel before it ends; and always over half of a
+# multiprocessor's shared memory, since of two blocks on one the second should be on another.
 TILINGS = (
     LinearTiling(1, 64, 1, 12),
     LinearTiling(1, 96, 1, 10),
