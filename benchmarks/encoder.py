@@ -6,7 +6,8 @@ Writes DIR/encoder-<model>-<device>.json and the Markdown made from it, and prin
 listed in both and leaves the others alone.
 
 GPU times are CUDA event pairs around each repetition: median, 10th and 90th percentile. Graphs and what is served on
-the device take turns, column by column, all timed alike: back to back, with the host's enqueueing hidden. The weights
+the device take turns, column by column, all timed alike: back to back, with the host's enqueueing hidden. The rows of
+`transformers` are timed apart, back to back: where launching takes longer than computing, the host shows. The weights
 of the full tower are many times the L2 cache, so each replay reads them from memory; served rows rotate over several
 inputs as well. A row whose package is not installed says so.
 """
@@ -1016,7 +1017,8 @@ def markdown(data: dict[str, Any]) -> str:
     lines += [
         "",
         "Milliseconds, median (10th to 90th percentile). Graphs and what is served on the device take turns, column by "
-        "column, all timed alike: back to back, with the host's enqueueing hidden.",
+        "column, all timed alike: back to back, with the host's enqueueing hidden. `transformers` is timed apart, back "
+        "to back: where launching takes longer than computing, the host shows.",
         "",
     ]
     absent = data["absent"]
@@ -1024,8 +1026,8 @@ def markdown(data: dict[str, Any]) -> str:
         [name, *(_time(cells.get(c)) or ("n/a" if name in absent else "") for c in columns)]
         for name, cells in rows.items()
     ]
-    served, floor = rows.get("ours as served: GPU time", {}), rows.get("floor", {})
-    body.append(["ours as served: GPU time / floor", *(_ratio(served.get(c), floor.get(c)) for c in columns)])
+    served, floor = rows.get(f"{SERVED}: GPU time", {}), rows.get("floor", {})
+    body.append([f"{SERVED}: GPU time / floor", *(_ratio(served.get(c), floor.get(c)) for c in columns)])
     lines += _table(["", *columns], body)
     lines += ["", *(f"- n/a, {name}: {reason}" for name, reason in absent.items())]
     if any("flash-attn-2" in name for name in rows):

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
-import threading
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,17 +86,18 @@ def source(name: str, dtype: torch.dtype, defines: dict[str, int], functions: Se
 
 
 def compile_cubin(name: str, code: str) -> bytes:
-    """The machine code for sm_90a, kept on disk by the hash of its source.
+    """The machine code for sm_90a, kept on disk by the hash of its source. A cache that cannot be read or written costs
+    a start its time, no more.
 
     Raises:
         CudaError: with the compiler's log.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal"
     compiler = [*map(str, call(nvrtc.nvrtcVersion())), *(option.decode() for option in _OPTIONS)]
-    path = cache / f"{name}-{hashlib.sha256(' '.join([*compiler, code]).encode()).hexdigest()[:24]}.cubin"
-    # A cache that cannot be read or written costs a start its time, no more.
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
+    key = hashlib.sha256(" ".join([*compiler, code]).encode()).hexdigest()[:24]
+    cache = _cache_folder()
+    if cache is not None:
+        with contextlib.suppress(OSError):
+            return (cache / f"{name}-{key}.cubin").read_bytes()
     program = call(nvrtc.nvrtcCreateProgram(code.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), list(_OPTIONS))
@@ -108,15 +109,25 @@ def compile_cubin(name: str, code: str) -> bytes:
         call(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         call(nvrtc.nvrtcDestroyProgram(program))
-    scratch = cache / f"{path.name}.{os.getpid()}.{threading.get_ident()}"
-    with contextlib.suppress(OSError):
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            scratch.write_bytes(cubin)
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    if cache is not None:
+        scratch = cache / f"{name}-{key}.{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                scratch.write_bytes(cubin)
+                scratch.replace(cache / f"{name}-{key}.cubin")
+            finally:
+                scratch.unlink(missing_ok=True)
     return cubin
+
+
+def _cache_folder() -> Path | None:
+    """None for a user without a home."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "foveal"
+    with contextlib.suppress(RuntimeError):
+        return Path.home() / ".cache" / "foveal"
+    return None
 
 
 def compile_cubins(name: str, codes: Sequence[str]) -> list[bytes]:

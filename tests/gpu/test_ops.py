@@ -153,7 +153,6 @@ def test_linear_layers(fused: TorchOps, inner: int, outer: int, rows: int, live:
     # What is past the live rows must not reach them.
     x[live:] = float("nan")
     product = F.linear(x[:live].double(), weight.double(), bias.double())
-    wide = torch.full((rows, 3 * outer), float("nan"), dtype=dtype, device=DEVICE)
     bound = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-5}[dtype]
     bounds_of_gelu = {"none": bound, "tanh": TANH_BOUNDS[dtype]}
     for ops in all_ops(dtype, fused):
@@ -161,11 +160,14 @@ def test_linear_layers(fused: TorchOps, inner: int, outer: int, rows: int, live:
         assert torch.equal(laid, weight)
         out = ops.linear(x, laid, bias, used)
         assert worst_row_error(out[:live], product) < bound
+        wide = torch.full((rows, 3 * outer), SENTINEL, dtype=dtype, device=DEVICE)
         into = ops.linear(x, laid, bias, used, out=wide[:, outer : 2 * outer])
         assert into.data_ptr() == wide[:, outer:].data_ptr()
         assert worst_row_error(wide[:live, outer : 2 * outer], product) < bound
-        assert wide[:, :outer].isnan().all()
-        assert wide[:, 2 * outer :].isnan().all()
+        assert (wide[:, :outer] == SENTINEL).all()
+        assert (wide[:, 2 * outer :] == SENTINEL).all()
+        if ops.linears == "hopper-linear":
+            assert (wide[live:] == SENTINEL).all()
         for approximate, bound_of_gelu in bounds_of_gelu.items():
             out = ops.linear_gelu(x, laid, bias, used, approximate=approximate)
             assert relative_error(out[:live], F.gelu(product, approximate=approximate)) < bound_of_gelu
@@ -181,7 +183,10 @@ def test_what_the_hopper_kernel_cannot_load_or_store(inner: int, outer: int, off
     # As it is, not laid out.
     wide = torch.zeros(100, offset + outer, dtype=dtype, device=DEVICE)
     assert relative_error(ops.linear(x, weight, bias, used, out=wide[:, offset:]), expected) < 3e-3
-    assert relative_error(ops.linear_gelu(x, weight, bias, used), F.gelu(expected, approximate="tanh")) < 5e-3
+    assert (
+        relative_error(ops.linear_gelu(x, weight, bias, used), F.gelu(expected, approximate="tanh"))
+        < TANH_BOUNDS[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,7 +214,7 @@ def check_launches(
     """Launches again and again, as what one leaves behind must not disturb the next: each writes all of the live rows,
     with the values `expected`, and no other."""
     partial = kind["epilogue"] == Epilogue.PARTIAL
-    bound = 1e-5 if partial else 1.02 * UNIT_ROUNDOFF[x.dtype]
+    bound = 1e-5 if partial else BOUNDS[x.dtype] if len(weight) > 8 else 1.02 * UNIT_ROUNDOFF[x.dtype]
     shape, dtype = (kind["tiling"].splits, len(x), len(weight)), torch.float32 if partial else x.dtype
     out = torch.empty(shape if partial else shape[1:], dtype=dtype, device=DEVICE)
     for _ in range(3):
@@ -292,7 +297,7 @@ def test_patchify_bit_for_bit(fused: TorchOps, constants: str, shape: tuple[int,
     frames = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = patchify(frames, mean, std).to(dtype)
     # Rows of a larger buffer, as a replay writes them: its neighbours must stay.
-    buffer = torch.full((len(expected) + 2, expected.shape[1]), 7.0, dtype=dtype, device=DEVICE)
+    buffer = torch.full((len(expected) + 2, expected.shape[1]), SENTINEL, dtype=dtype, device=DEVICE)
     fused.patchify(frames.to(DEVICE), buffer[1:-1], mean.to(DEVICE), std.to(DEVICE))
     assert torch.equal(buffer[1:-1].cpu(), expected)
-    assert (buffer[[0, -1]] == 7.0).all()
+    assert (buffer[[0, -1]] == SENTINEL).all()

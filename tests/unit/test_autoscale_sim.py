@@ -76,7 +76,7 @@ def test_bounds_and_delays() -> None:
         ("image", Size("image", 1024, 1), "ours as served: GPU time", "1x1024^2"),
         ("video", Size("video", 784, 16), "ours as served: GPU time", "16x224^2"),
         ("video", Size("video", 1568, 8), "ours as served: GPU time", "video t=8 448^2"),
-        ("eager", Size("video", 6272, 32), "transformers eager, packed attention", "video t=32 448^2"),
+        ("eager", Size("video", 6272, 32), "ours as served: GPU time", "video t=32 448^2"),
     ],
 )
 def test_the_measured_pools_cost_what_was_measured(pool: str, size: Size, row: str, column: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,23 @@ def test_rows_take_turns_and_one_that_fails_drops_out() -> None:
     assert first == [call for name in ("a", "b", "once") for call in (f"ahead of {name}", *[name] * CALLS)]
 
 
-def test_the_wait_covers_twice_the_hosts_time() -> None:
-    # Such a host leaves the device nothing to do meanwhile.
-    calls, wait = CLOCK.plan(lambda: time.sleep(0.002), lambda: None)
-    assert calls == CALLS
-    assert 0.001 + 2 * 0.002 * (1 + CALLS) <= wait < 0.2
-    assert CLOCK.plan(lambda: None, lambda: time.sleep(0.002))[1] >= 0.001 + 2 * 0.002
-    assert CLOCK.plan(lambda: time.sleep(0.06), lambda: None)[1] == 0.2
+@pytest.mark.parametrize(
+    ("ahead", "run", "wait"),
+    [
+        # Seconds of the host, and of host and device. A device that is done with the host has nothing to do meanwhile.
+        ((0.002, 0.002), (0.002, 0.002), 0.001 + 2 * 0.002 * (1 + CALLS)),
+        ((0.002, 0.050), (0.0, 0.050), 0.001 + 2 * 0.002),
+        ((0.0, 0.005), (0.002, 0.005), 0.001 + 2 * 0.002 + CALLS * (2 * 0.002 - 0.003)),
+        ((0.001, 0.050), (0.001, 0.050), 0.001 + 2 * 0.001),
+        ((0.060, 0.060), (0.060, 0.060), 0.2),
+    ],
+)
+def test_the_wait_covers_twice_the_hosts_time(
+    ahead: tuple[float, float], run: tuple[float, float], wait: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = {"ahead": ahead, "run": run}
+    monkeypatch.setattr(Clock, "_once", lambda clock, call: takes[call()])
+    assert CLOCK.plan(lambda: "run", lambda: "ahead") == (CALLS, pytest.approx(wait))
 
 
 @pytest.fixture

@@ -120,6 +120,16 @@ def test_a_cache_that_cannot_be_written_is_none(sm90: Any, monkeypatch: pytest.M
     assert sm90.compile_cubin("linear", "source") == b"source"
 
 
+def test_a_user_without_a_home_has_no_cache(sm90: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert [sm90.compile_cubin("linear", "source") for _ in range(2)] == [b"source"] * 2
+    assert compiler.compiled == ["source", "source"]
+
+
 def test_a_full_disk_leaves_no_scratch_file(sm90: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def write_half(path: Path, data: bytes) -> int:
         with path.open("wb") as file:
