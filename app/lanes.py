@@ -20,7 +20,7 @@ from uuid import uuid4
 import numpy as np
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from app.arena import KEPT_BYTES, Arena
+from app.arena import Arena
 from app.threads import in_thread
 from deployments.lane import MAX_MESSAGE, LaneCall, LaneDrop, LaneItem, LaneOffer, LaneReply, Room
 from deployments.protocol import EncodeCall, EncodeReply, ReplicaState
@@ -267,9 +267,7 @@ class Lanes:
                 lane.close()
         self._idle = [lane for lane in self._idle if lane.alive]
         arena = self._hub.arena
-        # Not while it is much in use, when the pages would be written again at once.
-        if arena.in_use < KEPT_BYTES:
-            arena.trim()
+        arena.trim()
         if self._idle or arena.grown:
             self._sweep_later()
 

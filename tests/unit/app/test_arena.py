@@ -72,30 +72,59 @@ def test_what_is_from_elsewhere_has_no_place() -> None:
     assert arena.start_of(mine.reshape(10, 10).T) is None
 
 
+def resident(arena: Arena) -> int:
+    return os.fstat(arena.fd).st_blocks * 512
+
+
 def test_what_is_not_in_use_goes_back_to_the_system() -> None:
     arena = Arena(KEPT_BYTES + 16 * PAGE)
-
-    def resident() -> int:
-        return os.fstat(arena.fd).st_blocks * 512
-
     low, first, second = arena.take(KEPT_BYTES), arena.take(8 * PAGE), arena.take(PAGE)
     assert low is not None
     assert first is not None
     assert second is not None
     low[: 2 * PAGE], first[:], second[:] = 1, 2, 3
     arena.trim()
-    assert resident() == 11 * PAGE
+    assert resident(arena) == 11 * PAGE
     del first
     arena.trim()
-    assert resident() == 3 * PAGE
+    assert resident(arena) == 3 * PAGE
     assert second.tolist() == [3] * PAGE
     del low, second
     arena.trim()
-    assert resident() == 2 * PAGE  # kept
+    assert resident(arena) == 2 * PAGE  # kept
     whole = arena.take(KEPT_BYTES + 9 * PAGE)
     assert whole is not None
     assert whole[KEPT_BYTES:].max() == 0
     whole[KEPT_BYTES:] = 4
     del whole
     arena.trim()
-    assert resident() == 2 * PAGE
+    assert resident(arena) == 11 * PAGE  # has just been in use
+    arena.trim()
+    assert resident(arena) == 2 * PAGE
+    assert not arena.grown
+
+
+def test_a_steady_load_finds_its_pages_and_a_peak_goes_back() -> None:
+    arena = Arena(KEPT_BYTES + 64 * PAGE)
+    low = arena.take(KEPT_BYTES)
+    assert low is not None
+
+    def use(pages: int, value: int) -> int:
+        """The least byte that was there before."""
+        some = arena.take(pages * PAGE)
+        assert some is not None
+        least = int(some.min())
+        some[:] = value
+        return least
+
+    assert use(40, 1) == 0
+    arena.trim()
+    for value in (2, 3, 4):
+        assert resident(arena) == (40 if value == 2 else 12) * PAGE
+        assert use(12, value) == value - 1
+        assert use(8, value) == value
+        arena.trim()
+    assert resident(arena) == 12 * PAGE
+    arena.trim()
+    assert resident(arena) == 0
+    assert use(12, 5) == 0
