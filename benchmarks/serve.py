@@ -39,8 +39,8 @@ from benchmarks.load import CLOSENESS, Address, Closed, Open, Records, Target, l
 from benchmarks.mixes import Media, Mix, make_mix
 from benchmarks.serve_report import markdown
 from benchmarks.service import ROOT, Service
+from encoder.cache import cache_folder
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal"
 # What each scenario sends; the empty ones depend on the options.
 MIXES = {
     "idle": "photo224",
@@ -638,7 +638,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = parse_arguments()
     if options.model == "full":
-        folder = str(write_full_checkpoint(CACHE / "full-8b-v1"))
+        folder = str(write_full_checkpoint(cache_folder() / "full-8b-v1"))
     else:
         from encoder.checkpoint import resolve_checkpoint
 

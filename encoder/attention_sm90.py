@@ -69,7 +69,6 @@ class HopperVarlen:
     capturable = True
 
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
-        torch.cuda.current_stream()  # makes the CUDA context that the driver calls below need
         self._head_dim, self._dtype = head_dim, dtype
         cubins = sm90.compile_cubins("attention_sm90", [_source(head_dim, dtype, tiling) for tiling in TILINGS])
         # All of them now, so that what cannot be loaded fails here and not in a request.

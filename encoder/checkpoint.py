@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from encoder.cache import cache_folder
 from encoder.config import VisionConfig
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def resolve_checkpoint(model: str) -> Path:
         CheckpointError: the id cannot be had, or the folder has no config.json.
     """
     if model == "tiny":
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foveal"
-        return write_tiny_checkpoint(cache / f"tiny-v{_TINY_VERSION}")
+        return write_tiny_checkpoint(cache_folder() / f"tiny-v{_TINY_VERSION}")
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -61,7 +61,6 @@ class HopperOps(TritonOps):
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         super().__init__()
-        torch.cuda.current_stream()  # makes the CUDA context that loading needs
         self._dtype, self._head_dim = dtype, head_dim
         self._blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         self._map = functools.lru_cache(maxsize=4096)(self._encode_map)
@@ -117,22 +116,14 @@ class HopperOps(TritonOps):
             len(x), 3, -1, head_dim
         )
 
-    def add_linear_norm(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        norm_weight: torch.Tensor,
-        norm_bias: torch.Tensor,
-        live: torch.Tensor,
+    def linear_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor
     ) -> torch.Tensor:
-        if _takes(y, weight):
-            tiling = choose_linear_tiling(len(y), *weight.shape, may_split=True)
+        if _takes(x, weight):
+            tiling = choose_linear_tiling(len(x), *weight.shape, may_split=True)
             if tiling.splits > 1:
-                added = self.run(y, weight, bias, live, Epilogue.PARTIAL, tiling=tiling)
-                return self.add_layer_norm(x, added, norm_weight, norm_bias)
-        return super().add_linear_norm(x, y, weight, bias, norm_weight, norm_bias, live)
+                return self.run(x, weight, bias, live, Epilogue.PARTIAL, tiling=tiling)
+        return super().linear_parts(x, weight, bias, live)
 
     def run(
         self,

@@ -58,18 +58,12 @@ class TorchOps:
             x.add_(y)
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
-    def add_linear_norm(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        norm_weight: torch.Tensor,
-        norm_bias: torch.Tensor,
-        live: torch.Tensor,
+    def linear_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, live: torch.Tensor
     ) -> torch.Tensor:
-        """`x += y @ weight.T + bias` in place; returns LayerNorm(x). x: [rows, hidden], y: [rows, in]."""
-        return self.add_layer_norm(x, self.linear(y, weight, bias, live), norm_weight, norm_bias)
+        """x @ weight.T + bias as `y` of `add_layer_norm`: [rows, out], or float32 [parts, rows, out] that add up to it
+        where these operations sum such."""
+        return self.linear(x, weight, bias, live)
 
     def linear_rotary(
         self,

@@ -261,16 +261,13 @@ class Qwen3VLVisionEncoder(nn.Module):
                 raise Stopped
             attn, mlp = block.attn, block.mlp
             qkv = ops.linear_rotary(normed, attn["qkv"].weight, attn["qkv"].bias, cos, sin, live)
-            attended = attention(qkv, plan)
-            proj = attn["proj"]
-            normed = ops.add_linear_norm(
-                x, attended, proj.weight, proj.bias, block.norm2.weight, block.norm2.bias, live
-            )
+            attended = ops.linear_parts(attention(qkv, plan), attn["proj"].weight, attn["proj"].bias, live)
+            normed = ops.add_layer_norm(x, attended, block.norm2.weight, block.norm2.bias)
             hidden = ops.linear_gelu(normed, mlp.linear_fc1.weight, mlp.linear_fc1.bias, live)
+            hidden = ops.linear_parts(hidden, mlp.linear_fc2.weight, mlp.linear_fc2.bias, live)
             # The norm that reads this block's result next: the following block's, or the merger's.
             norm: Any = blocks[index + 1].norm1 if index + 1 < depth else self.merger.norm
-            fc2 = mlp.linear_fc2
-            normed = ops.add_linear_norm(x, hidden, fc2.weight, fc2.bias, norm.weight, norm.bias, live)
+            normed = ops.add_layer_norm(x, hidden, norm.weight, norm.bias)
             if index in config.deepstack_visual_indexes:
                 self._merge_level(x, config.deepstack_visual_indexes.index(index), output, live_tokens)
         self.merger(normed.view(rows // MERGE**2, -1), output[:, : config.out_hidden_size], ops, live_tokens)

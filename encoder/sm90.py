@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from cuda.bindings import driver, nvrtc
 
-_HERE = Path(__file__).parent
+from encoder.cache import cache_folder
+
 _OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17", b"--use_fast_math")
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 _UNPACK = {
@@ -66,6 +67,11 @@ def mma(name: str, n: int, dtype: torch.dtype, a_in_registers: bool) -> str:
     )
 
 
+@functools.cache
+def _text(file: str) -> str:
+    return Path(__file__).with_name(file).read_text()
+
+
 def source(name: str, dtype: torch.dtype, defines: dict[str, int], functions: Sequence[str]) -> str:
     """The CUDA source of `name` (a `.cu` file beside this one) with what the host sets in front of it."""
     element = _ELEMENTS[dtype]
@@ -79,8 +85,8 @@ def source(name: str, dtype: torch.dtype, defines: dict[str, int], functions: Se
             f"__device__ __forceinline__ float low(u32 pair) {low}",
             f"__device__ __forceinline__ float high(u32 pair) {high}",
             *functions,
-            (_HERE / "sm90.cuh").read_text(),
-            (_HERE / f"{name}.cu").read_text(),
+            _text("sm90.cuh"),
+            _text(f"{name}.cu"),
         ]
     )
 
@@ -94,10 +100,17 @@ def compile_cubin(name: str, code: str) -> bytes:
     """
     compiler = [*map(str, call(nvrtc.nvrtcVersion())), *(option.decode() for option in _OPTIONS)]
     key = hashlib.sha256(" ".join([*compiler, code]).encode()).hexdigest()[:24]
-    cache = _cache_folder()
-    if cache is not None:
-        with contextlib.suppress(OSError):
-            return (cache / f"{name}-{key}.cubin").read_bytes()
+    file = f"{name}-{key}.cubin"
+    # A user without a home has no cache.
+    with contextlib.suppress(OSError, RuntimeError):
+        return (cache_folder() / file).read_bytes()
+    cubin = _compile(name, code)
+    with contextlib.suppress(OSError, RuntimeError):
+        _keep(cache_folder() / file, cubin)
+    return cubin
+
+
+def _compile(name: str, code: str) -> bytes:
     program = call(nvrtc.nvrtcCreateProgram(code.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (error,) = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), list(_OPTIONS))
@@ -107,27 +120,20 @@ def compile_cubin(name: str, code: str) -> bytes:
             raise CudaError(log.decode(errors="replace"))
         cubin = b" " * call(nvrtc.nvrtcGetCUBINSize(program))
         call(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
     finally:
         call(nvrtc.nvrtcDestroyProgram(program))
-    if cache is not None:
-        scratch = cache / f"{name}-{key}.{secrets.token_hex(8)}"
-        with contextlib.suppress(OSError):
-            try:
-                cache.mkdir(parents=True, exist_ok=True)
-                scratch.write_bytes(cubin)
-                scratch.replace(cache / f"{name}-{key}.cubin")
-            finally:
-                scratch.unlink(missing_ok=True)
-    return cubin
 
 
-def _cache_folder() -> Path | None:
-    """None for a user without a home."""
-    if folder := os.environ.get("XDG_CACHE_HOME"):
-        return Path(folder) / "foveal"
-    with contextlib.suppress(RuntimeError):
-        return Path.home() / ".cache" / "foveal"
-    return None
+def _keep(path: Path, cubin: bytes) -> None:
+    """Whole or not at all."""
+    scratch = path.with_suffix(f".{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(cubin)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def compile_cubins(name: str, codes: Sequence[str]) -> list[bytes]:
@@ -152,6 +158,7 @@ class Kernel:
     """
 
     def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int, types: Sequence[Any]) -> None:
+        torch.cuda.current_stream()  # makes the CUDA context that loading needs
         self._module = call(driver.cuModuleLoadData(cubin))
         self._function = call(driver.cuModuleGetFunction(self._module, entry.encode()))
         self.threads, self.shared_bytes, self._types = threads, shared_bytes + 1024, tuple(types)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 
 class Stub:
@@ -12,6 +16,11 @@ class Stub:
 
 # In place of a class: its module raises ImportError.
 UNIMPORTABLE = None
+
+
+def replace_module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: type | None) -> None:
+    module: Any = None if UNIMPORTABLE in contents.values() else SimpleNamespace(**contents)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
 class Hopper(Stub):

@@ -24,7 +24,7 @@ from encoder.attention import (
     missing_package,
 )
 from encoder.budgets import default_token_budgets, interpolate_costs, timed_budgets, timed_eager_sizes
-from tests.unit.encoder.stubs import UNIMPORTABLE, Broken, Hopper, Portable, Stub
+from tests.unit.encoder.stubs import UNIMPORTABLE, Broken, Hopper, Portable, Stub, replace_module
 
 
 def test_default_budgets_on_a_cpu_are_powers_of_two() -> None:
@@ -137,9 +137,8 @@ def test_the_attention_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object() if name in packages else None)
     monkeypatch.setattr(attention, "FlashAttention4", type("FlashAttention4", (Stub,), {}))
-    module: Any = SimpleNamespace(HopperVarlen=hopper) if hopper else None
-    monkeypatch.setitem(sys.modules, "encoder.attention_sm90", module)
-    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonVarlen=Portable))
+    replace_module(monkeypatch, "encoder.attention_sm90", HopperVarlen=hopper)
+    replace_module(monkeypatch, "encoder.kernels", TritonVarlen=Portable)
     assert type(choose_attention(torch.device("cuda"), dtype, head_dim)).__name__ == chosen.__name__
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ from encoder.linear import (
     tiling_cost,
 )
 from encoder.ops import TorchOps, choose_ops
-from tests.unit.encoder.stubs import UNIMPORTABLE, Broken, Hopper, Portable
+from tests.unit.encoder.stubs import UNIMPORTABLE, Broken, Hopper, Portable, replace_module
 
 ROWS = st.integers(1, 100_000)
 SIZES = st.integers(1, 700).map(lambda n: 8 * n)
@@ -167,9 +164,8 @@ def test_the_operations_of_a_gpu(
         monkeypatch.setattr(module, "has_triton", lambda device: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(attention, "missing_package", lambda *names: None if bindings else names[0])
-    module: Any = SimpleNamespace(HopperOps=hopper) if hopper else None
-    monkeypatch.setitem(sys.modules, "encoder.linear_sm90", module)
-    monkeypatch.setitem(sys.modules, "encoder.kernels", SimpleNamespace(TritonOps=Portable))
+    replace_module(monkeypatch, "encoder.linear_sm90", HopperOps=hopper)
+    replace_module(monkeypatch, "encoder.kernels", TritonOps=Portable)
     assert type(choose_ops(torch.device("cuda"), dtype, head_dim)) is chosen
 
 
